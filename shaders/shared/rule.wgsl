@@ -1,0 +1,126 @@
+
+// The attention rule from the dot product to the masked score. The kernel binds mask, key_mask, lengths
+// and slopes; what is absent is a placeholder that no branch here reads.
+//
+// WGSL promises nothing about infinities, so an invisible key's score travels as the bits of -inf and is told
+// by its bits alone; a visible score never has them.
+
+const HIDDEN: u32 = 0xff800000u;
+const LOWEST: u32 = 0xff7fffffu;
+
+const MASK_NONE: u32 = 0u;
+const MASK_KEEP: u32 = 1u;
+const MASK_IGNORE: u32 = 2u;
+const MASK_F32: u32 = 3u;
+const MASK_F16: u32 = 4u;
+
+// A side of the window from here on hides nothing.
+const UNBOUNDED: i32 = 0x40000000;
+
+struct Rule {
+    queries: u32,
+    // Keys that masks, lengths and positions speak of; those from here on are hidden by nothing.
+    maskable: u32,
+    // Query position: index + offset, plus length - queries if bottom_right is 1.
+    offset: i32,
+    bottom_right: u32,
+    left: i32,
+    right: i32,
+    scale: f32,
+    // 0 means none.
+    softcap: f32,
+    has_slopes: u32,
+    has_lengths: u32,
+    lengths_start: u32,
+    lengths_stride: u32,
+    mask_kind: u32,
+    mask_start: u32,
+    // Keys that the mask covers; those from here to maskable are hidden.
+    mask_keys: u32,
+    mask_batch: u32,
+    mask_head: u32,
+    mask_query: u32,
+    mask_key: u32,
+    key_mask_kind: u32,
+    key_mask_start: u32,
+    key_mask_batch: u32,
+    key_mask_key: u32,
+    rule_padding: u32,
+}
+
+// What is the same for all of a head's rows.
+struct Head {
+    batch: u32,
+    head: u32,
+    // Keys of this sequence.
+    length: u32,
+    // Added to a query's index.
+    offset: i32,
+    slope: f32,
+}
+
+fn rule_head(batch: u32, head: u32) -> Head {
+    var length = params.rule.maskable;
+    if params.rule.has_lengths != 0u {
+        length = min(lengths[params.rule.lengths_start + batch * params.rule.lengths_stride], length);
+    }
+    var offset = params.rule.offset;
+    if params.rule.bottom_right != 0u {
+        offset += i32(length) - i32(params.rule.queries);
+    }
+    var slope = 0.0;
+    if params.rule.has_slopes != 0u {
+        slope = slopes[head];
+    }
+    return Head(batch, head, length, offset, slope);
+}
+
+fn keeps(byte_index: u32, word: u32, kind: u32) -> bool {
+    let byte = (word >> (8u * (byte_index & 3u))) & 0xffu;
+    return (byte != 0u) == (kind == MASK_KEEP);
+}
+
+// The bits of the score of query i and key j, HIDDEN if the key is invisible.
+fn rule_score(head: Head, i: u32, j: u32, dot: f32) -> u32 {
+    var score = dot * params.rule.scale;
+    if params.rule.softcap > 0.0 {
+        // Some drivers' tanh is inf / inf far out; in f32 it is 1 from about 9 on.
+        let x = score / params.rule.softcap;
+        let bounded = select(x, select(-15.0, 15.0, x > 0.0), abs(x) > 15.0);
+        score = params.rule.softcap * tanh(bounded);
+    }
+    var visible = true;
+    if j < params.rule.maskable {
+        let p = i32(i) + head.offset;
+        let distance = i32(j) - p;
+        score -= head.slope * f32(abs(distance));
+        visible = j < head.length
+            && (params.rule.left >= UNBOUNDED || distance >= -params.rule.left)
+            && (params.rule.right >= UNBOUNDED || distance <= params.rule.right);
+        if params.rule.key_mask_kind != MASK_NONE {
+            let at = params.rule.key_mask_start + head.batch * params.rule.key_mask_batch + j * params.rule.key_mask_key;
+            visible = visible && keeps(at, key_mask[at >> 2u], params.rule.key_mask_kind);
+        }
+        if params.rule.mask_kind != MASK_NONE {
+            visible = visible && j < params.rule.mask_keys;
+            if params.rule.mask_keys > 0u {
+                let at = params.rule.mask_start + head.batch * params.rule.mask_batch + head.head * params.rule.mask_head
+                    + i * params.rule.mask_query + min(j, params.rule.mask_keys - 1u) * params.rule.mask_key;
+                if params.rule.mask_kind == MASK_F32 {
+                    let bits = mask[at];
+                    visible = visible && bits != HIDDEN;
+                    score += bitcast<f32>(bits);
+                } else if params.rule.mask_kind == MASK_F16 {
+                    let bits = (mask[at >> 1u] >> (16u * (at & 1u))) & 0xffffu;
+                    visible = visible && bits != 0xfc00u;
+                    score += unpack2x16float(bits).x;
+                } else {
+                    visible = visible && keeps(at, mask[at >> 2u], params.rule.mask_kind);
+                }
+            }
+        }
+    }
+    // A visible score that fell off the range stays the lowest there is.
+    let bits = bitcast<u32>(score);
+    return select(HIDDEN, select(bits, LOWEST, bits == HIDDEN), visible);
+}

@@ -1,0 +1,499 @@
+//! A device and its queue, own or the caller's, with what is built once and shared: pipelines and scratch.
+
+use std::{
+    collections::HashMap,
+    sync::{
+        Arc, Mutex, MutexGuard, OnceLock, PoisonError,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::Duration,
+};
+
+use crate::{
+    Error, Result,
+    kernel::{Kernel, Variant},
+};
+
+/// How long a blocking wait lasts before it is an error instead of a hang.
+const WAIT: Duration = Duration::from_secs(600);
+
+/// A `wgpu` device and queue with the pipelines and scratch memory that calls on it share.
+///
+/// Cloning is cheap and gives the same device. [`Gpu::new`] opens its own device,
+/// [`Gpu::from_device`] joins the caller's and leaves its error handler and callbacks as they are.
+///
+/// ```no_run
+/// # fn main() -> multihead::Result<()> {
+/// let gpu = multihead::Gpu::new()?;
+/// println!("{}", gpu.description());
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Clone)]
+pub struct Gpu {
+    inner: Arc<Inner>,
+}
+
+struct Inner {
+    device: wgpu::Device,
+    queue: wgpu::Queue,
+    info: wgpu::AdapterInfo,
+    features: wgpu::Features,
+    limits: wgpu::Limits,
+    kernels: Mutex<HashMap<Variant, Arc<OnceLock<Result<Arc<Kernel>>>>>>,
+    scratch: Mutex<HashMap<Scratch, wgpu::Buffer>>,
+    /// Bound where an optional input is absent: WebGPU has no empty binding.
+    absent: wgpu::Buffer,
+    /// The same for outputs; one buffer cannot be read and written in one dispatch.
+    absent_output: wgpu::Buffer,
+    lost: Arc<Mutex<Option<String>>>,
+    counters: Counters,
+}
+
+#[derive(Default)]
+struct Counters {
+    dispatches: AtomicU64,
+    pipelines: AtomicU64,
+}
+
+/// What scratch memory is used for. One call uses each slot for one purpose at a time, and commands on
+/// one queue run in order, so calls can share it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) enum Scratch {
+    /// Scores, then weights, of a chunk of rows.
+    Scores,
+    /// Past and new keys joined.
+    Keys,
+    /// Past and new values joined.
+    Values,
+    /// Projected queries, keys and values of a layer.
+    Projected,
+    /// Attention output of a layer before its output projection.
+    Context,
+    /// Weights per head of a layer that returns their average.
+    Weights,
+}
+
+impl std::fmt::Debug for Gpu {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Gpu({})", self.description())
+    }
+}
+
+impl PartialEq for Gpu {
+    /// Whether both are the same device.
+    fn eq(&self, other: &Self) -> bool {
+        self.inner.device == other.inner.device
+    }
+}
+
+impl Eq for Gpu {}
+
+/// A mutex whose data stay valid whatever a panicking thread did: every update is a single insert.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Gpu {
+    /// Opens a device on the adapter that wgpu programs choose: `WGPU_BACKEND`, `WGPU_ADAPTER_NAME` (part of
+    /// the name, any case) and `WGPU_POWER_PREF` are honoured; without them, the fastest adapter.
+    ///
+    /// Asks for the adapter's own limits and, where it has them, for `SHADER_F16`, `SUBGROUP` and
+    /// `TIMESTAMP_QUERY`.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::NoAdapter`] names what was tried, what is there, and what to install;
+    /// [`Error::NoDevice`] if the driver refuses.
+    pub fn new() -> Result<Self> {
+        pollster::block_on(Self::new_async())
+    }
+
+    /// [`Gpu::new`] for callers that are async already.
+    ///
+    /// # Errors
+    ///
+    /// As [`Gpu::new`].
+    pub async fn new_async() -> Result<Self> {
+        let instance = wgpu::Instance::new(wgpu::InstanceDescriptor::new_without_display_handle_from_env());
+        let adapter = choose_adapter(&instance).await?;
+        let wanted = wgpu::Features::SHADER_F16 | wgpu::Features::SUBGROUP | wgpu::Features::TIMESTAMP_QUERY;
+        let descriptor = |required_limits| wgpu::DeviceDescriptor {
+            label: Some("multihead"),
+            required_features: adapter.features() & wanted,
+            required_limits,
+            ..Default::default()
+        };
+        // Some drivers report limits that they then refuse to grant; the guaranteed ones must do there.
+        let opened = match adapter.request_device(&descriptor(adapter.limits())).await {
+            Ok(opened) => Ok(opened),
+            Err(_) => adapter.request_device(&descriptor(wgpu::Limits::default())).await,
+        };
+        let (device, queue) = opened.map_err(|error| Error::NoDevice {
+            adapter: adapter.get_info().name,
+            reason: error.to_string(),
+        })?;
+        let gpu = Self::from_device(&device, &queue)?;
+        let lost = Arc::clone(&gpu.inner.lost);
+        device.set_device_lost_callback(move |reason, message| {
+            *lock(&lost) = Some(format!("{reason:?}: {message}"));
+        });
+        Ok(gpu)
+    }
+
+    /// Joins a device that the caller owns. Its limits and features are respected as they are, and its error
+    /// handler, lost-device callback and error scopes are left alone.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::DeviceLost`] if the device is lost already.
+    ///
+    /// ```no_run
+    /// # fn main() -> multihead::Result<()> {
+    /// # let (device, queue): (multihead::wgpu::Device, multihead::wgpu::Queue) = unimplemented!();
+    /// let gpu = multihead::Gpu::from_device(&device, &queue)?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn from_device(device: &wgpu::Device, queue: &wgpu::Queue) -> Result<Self> {
+        let lost = Arc::new(Mutex::new(None));
+        let placeholder = |label| {
+            guarded(device, &lost, "creating a placeholder buffer", 16, || {
+                device.create_buffer(&wgpu::BufferDescriptor {
+                    label: Some(label),
+                    size: 16,
+                    usage: wgpu::BufferUsages::STORAGE,
+                    mapped_at_creation: false,
+                })
+            })
+        };
+        let absent = placeholder("multihead absent input")?;
+        let absent_output = placeholder("multihead absent output")?;
+        if !alive(device) {
+            return Err(Error::DeviceLost("before it was handed over".to_owned()));
+        }
+        Ok(Self {
+            inner: Arc::new(Inner {
+                device: device.clone(),
+                queue: queue.clone(),
+                info: device.adapter_info(),
+                features: device.features(),
+                limits: device.limits(),
+                kernels: Mutex::default(),
+                scratch: Mutex::default(),
+                absent,
+                absent_output,
+                lost,
+                counters: Counters::default(),
+            }),
+        })
+    }
+
+    /// The device.
+    pub fn device(&self) -> &wgpu::Device {
+        &self.inner.device
+    }
+
+    /// The queue.
+    pub fn queue(&self) -> &wgpu::Queue {
+        &self.inner.queue
+    }
+
+    /// The adapter that the device runs on.
+    pub fn info(&self) -> &wgpu::AdapterInfo {
+        &self.inner.info
+    }
+
+    /// The device's limits, read once.
+    pub fn limits(&self) -> &wgpu::Limits {
+        &self.inner.limits
+    }
+
+    /// The device's features, read once.
+    pub fn features(&self) -> wgpu::Features {
+        self.inner.features
+    }
+
+    /// Adapter, backend and driver on one line.
+    pub fn description(&self) -> String {
+        let info = &self.inner.info;
+        format!("{} ({}, {} {})", info.name, info.backend, info.driver, info.driver_info)
+    }
+
+    /// A new command encoder.
+    pub fn encoder(&self) -> wgpu::CommandEncoder {
+        self.inner
+            .device
+            .create_command_encoder(&wgpu::CommandEncoderDescriptor { label: Some("multihead") })
+    }
+
+    /// Finishes and submits an encoder, and frees what earlier submissions no longer need. Does not wait.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Wgpu`] if something recorded in the encoder is invalid, such as a buffer of another device;
+    /// [`Error::DeviceLost`].
+    pub fn submit(&self, encoder: wgpu::CommandEncoder) -> Result<()> {
+        self.guarded("submitting commands", 0, || {
+            self.inner.queue.submit([encoder.finish()]);
+        })?;
+        // Dropped buffers are freed when the device is polled, and nobody else may do so.
+        self.poll()
+    }
+
+    /// Frees what finished work no longer needs and runs due callbacks. Does not wait.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::DeviceLost`].
+    pub fn poll(&self) -> Result<()> {
+        self.inner
+            .device
+            .poll(wgpu::PollType::Poll)
+            .map_err(|error| self.refused("polling", error.to_string()))?;
+        self.check_alive()
+    }
+
+    /// Waits until everything that was submitted has run.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::DeviceLost`]; [`Error::Wgpu`] after ten minutes.
+    pub fn wait(&self) -> Result<()> {
+        self.inner
+            .device
+            .poll(wgpu::PollType::Wait { submission_index: None, timeout: Some(WAIT) })
+            .map_err(|error| self.refused("waiting for the device", error.to_string()))?;
+        self.check_alive()
+    }
+
+    /// Frees the scratch memory that calls share. It comes back as calls need it.
+    pub fn release_scratch(&self) {
+        lock(&self.inner.scratch).clear();
+    }
+
+    /// Bytes of scratch memory that are held now.
+    pub fn scratch_bytes(&self) -> u64 {
+        lock(&self.inner.scratch).values().map(wgpu::Buffer::size).sum()
+    }
+
+    /// Kernel dispatches recorded on this device so far.
+    pub fn dispatches(&self) -> u64 {
+        self.inner.counters.dispatches.load(Ordering::Relaxed)
+    }
+
+    /// Pipelines built on this device so far.
+    pub fn pipelines(&self) -> u64 {
+        self.inner.counters.pipelines.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn count_dispatches(&self, dispatches: u64) {
+        self.inner.counters.dispatches.fetch_add(dispatches, Ordering::Relaxed);
+    }
+
+    pub(crate) fn absent(&self) -> &wgpu::Buffer {
+        &self.inner.absent
+    }
+
+    pub(crate) fn absent_output(&self) -> &wgpu::Buffer {
+        &self.inner.absent_output
+    }
+
+    /// The kernel of a variant, built at its first use. Two threads that ask for the same one build it once,
+    /// and others are not held up.
+    pub(crate) fn kernel(&self, variant: &Variant) -> Result<Arc<Kernel>> {
+        let cell = {
+            let mut kernels = lock(&self.inner.kernels);
+            match kernels.get(variant) {
+                Some(cell) => Arc::clone(cell),
+                None => Arc::clone(kernels.entry(variant.clone()).or_default()),
+            }
+        };
+        let built = cell.get_or_init(|| {
+            self.inner.counters.pipelines.fetch_add(1, Ordering::Relaxed);
+            Kernel::build(self, variant).map(Arc::new)
+        });
+        if built.is_err() {
+            // A lost device or exhausted memory need not last: the next call tries again.
+            lock(&self.inner.kernels).remove(variant);
+        }
+        built.clone()
+    }
+
+    /// At least `bytes` of scratch memory. A larger request replaces the buffer; commands recorded with the old
+    /// one keep it alive.
+    pub(crate) fn scratch(&self, slot: Scratch, bytes: u64) -> Result<wgpu::Buffer> {
+        let mut scratch = lock(&self.inner.scratch);
+        if let Some(buffer) = scratch.get(&slot).filter(|buffer| buffer.size() >= bytes) {
+            return Ok(buffer.clone());
+        }
+        scratch.remove(&slot);
+        let buffer = self.buffer(&format!("multihead scratch {slot:?}"), bytes, wgpu::BufferUsages::STORAGE)?;
+        scratch.insert(slot, buffer.clone());
+        Ok(buffer)
+    }
+
+    /// A new buffer of `bytes`, rounded up to whole 16-byte units so that any binding of it is legal.
+    pub(crate) fn buffer(&self, label: &str, bytes: u64, usage: wgpu::BufferUsages) -> Result<wgpu::Buffer> {
+        let size = self.check_size(label, bytes)?;
+        self.guarded(&format!("creating {label}"), size, || {
+            self.inner.device.create_buffer(&wgpu::BufferDescriptor {
+                label: Some(label),
+                size,
+                usage,
+                mapped_at_creation: false,
+            })
+        })
+    }
+
+    /// A new buffer that starts with what `fill` writes into its bytes; they are zero before.
+    pub(crate) fn buffer_with(
+        &self,
+        label: &str,
+        bytes: u64,
+        usage: wgpu::BufferUsages,
+        contents: &[u8],
+    ) -> Result<wgpu::Buffer> {
+        let size = self.check_size(label, bytes.max(contents.len() as u64))?;
+        let during = format!("creating {label}");
+        let (buffer, written) = self.guarded(&during, size, || {
+            let buffer = self.inner.device.create_buffer(&wgpu::BufferDescriptor {
+                label: Some(label),
+                size,
+                usage,
+                mapped_at_creation: true,
+            });
+            let written = match buffer.get_mapped_range_mut(..) {
+                Ok(mut view) => {
+                    view.slice(..contents.len()).copy_from_slice(contents);
+                    Ok(())
+                }
+                Err(error) => Err(error.to_string()),
+            };
+            if written.is_ok() {
+                buffer.unmap();
+            }
+            (buffer, written)
+        })?;
+        written.map_err(|message| self.refused(&during, message))?;
+        Ok(buffer)
+    }
+
+    fn check_size(&self, label: &str, bytes: u64) -> Result<u64> {
+        let size = bytes.max(1).checked_next_multiple_of(16).unwrap_or(u64::MAX);
+        if size > self.inner.limits.max_buffer_size {
+            return Err(Error::Limit {
+                what: label.to_owned(),
+                needs: size,
+                allows: self.inner.limits.max_buffer_size,
+                limit: "max_buffer_size",
+                advice: "make the call smaller, or open the device with the adapter's own limits as Gpu::new does".to_owned(),
+            });
+        }
+        Ok(size)
+    }
+
+    /// Runs `work` and turns what wgpu reports meanwhile into an error, so that nothing of this crate's doing
+    /// reaches the caller's error handler.
+    pub(crate) fn guarded<T>(&self, during: &str, bytes: u64, work: impl FnOnce() -> T) -> Result<T> {
+        guarded(&self.inner.device, &self.inner.lost, during, bytes, work)
+    }
+
+    /// The error for something that wgpu refused outside a scope; a lost device is the usual reason.
+    pub(crate) fn refused(&self, during: &str, message: String) -> Error {
+        match self.check_alive() {
+            Err(lost) => lost,
+            Ok(()) if !alive(&self.inner.device) => Error::DeviceLost(format!("while {during}: {message}")),
+            Ok(()) => Error::Wgpu { during: during.to_owned(), message },
+        }
+    }
+
+    fn check_alive(&self) -> Result<()> {
+        match &*lock(&self.inner.lost) {
+            Some(reason) => Err(Error::DeviceLost(reason.clone())),
+            None => Ok(()),
+        }
+    }
+}
+
+/// A lost device makes buffers that cannot be mapped, and reports nothing else: wgpu tells of the loss through
+/// a callback that belongs to the caller.
+fn alive(device: &wgpu::Device) -> bool {
+    let scope = device.push_error_scope(wgpu::ErrorFilter::Validation);
+    let probe = device.create_buffer(&wgpu::BufferDescriptor {
+        label: Some("multihead probe"),
+        size: 16,
+        usage: wgpu::BufferUsages::COPY_SRC,
+        mapped_at_creation: true,
+    });
+    let alive = probe.get_mapped_range_mut(..).is_ok();
+    drop(scope);
+    alive
+}
+
+fn guarded<T>(
+    device: &wgpu::Device,
+    lost: &Mutex<Option<String>>,
+    during: &str,
+    bytes: u64,
+    work: impl FnOnce() -> T,
+) -> Result<T> {
+    let validation = device.push_error_scope(wgpu::ErrorFilter::Validation);
+    let internal = device.push_error_scope(wgpu::ErrorFilter::Internal);
+    let memory = device.push_error_scope(wgpu::ErrorFilter::OutOfMemory);
+    let value = work();
+    // On native backends the futures are ready at once.
+    let memory = pollster::block_on(memory.pop());
+    let internal = pollster::block_on(internal.pop());
+    let validation = pollster::block_on(validation.pop());
+    if memory.is_some() {
+        return Err(Error::OutOfMemory { during: during.to_owned(), bytes });
+    }
+    let Some(error) = internal.or(validation) else {
+        return Ok(value);
+    };
+    let known = lock(lost).clone();
+    Err(match known {
+        Some(reason) => Error::DeviceLost(reason),
+        None if !alive(device) => Error::DeviceLost(format!("while {during}")),
+        None => Error::Wgpu { during: during.to_owned(), message: error.to_string() },
+    })
+}
+
+/// The adapter that the environment asks for, or the fastest.
+async fn choose_adapter(instance: &wgpu::Instance) -> Result<wgpu::Adapter> {
+    let backends = wgpu::Backends::from_env().unwrap_or(wgpu::Backends::all());
+    let power = wgpu::PowerPreference::from_env().unwrap_or(wgpu::PowerPreference::HighPerformance);
+    let name = std::env::var("WGPU_ADAPTER_NAME").ok().filter(|name| !name.is_empty());
+    let found = match &name {
+        Some(name) => {
+            let adapters = instance.enumerate_adapters(backends).await;
+            let wanted = name.to_lowercase();
+            adapters.into_iter().find(|adapter| adapter.get_info().name.to_lowercase().contains(&wanted))
+        }
+        None => instance
+            .request_adapter(&wgpu::RequestAdapterOptions { power_preference: power, ..Default::default() })
+            .await
+            .ok(),
+    };
+    if let Some(adapter) = found {
+        return Ok(adapter);
+    }
+    let there: Vec<String> = instance
+        .enumerate_adapters(wgpu::Backends::all())
+        .await
+        .iter()
+        .map(|adapter| format!("{} ({})", adapter.get_info().name, adapter.get_info().backend))
+        .collect();
+    let named = name.map_or(String::new(), |name| format!(", WGPU_ADAPTER_NAME={name}"));
+    Err(Error::NoAdapter {
+        tried: format!("backends {backends:?}, power preference {power:?}{named}"),
+        advice: if there.is_empty() {
+            "No adapter is there at all: install a graphics driver (on Linux a Vulkan driver, for instance \
+             the package mesa-vulkan-drivers, which also holds one that runs on the CPU)"
+                .to_owned()
+        } else {
+            format!("There are: {}. Change or unset WGPU_BACKEND and WGPU_ADAPTER_NAME", there.join(", "))
+        },
+    })
+}

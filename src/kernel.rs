@@ -1,0 +1,369 @@
+//! The one abstraction over compute: source pieces and constants become a pipeline; calls are bound,
+//! checked, then recorded together.
+//!
+//! A kernel's bindings are written once, in its WGSL: the params first, then inputs, then outputs. Sources are
+//! joined, not preprocessed: a header made here (`enable`, tile sizes as `const`, loads by element
+//! type), the shared pieces that the kernel names, and the kernel. `override` constants cannot size arrays in
+//! functions, which is why tile sizes are `const`.
+
+use std::{fmt::Write, num::NonZeroU64, sync::Arc};
+
+use crate::{DType, Error, Gpu, Result, Tensor};
+
+/// How the elements of a binding are stored, as the shader sees it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) enum Storage {
+    F32,
+    /// `f16` of a device with `SHADER_F16`.
+    F16,
+    /// Halves two to a word, for devices without `SHADER_F16`.
+    Packed,
+}
+
+impl Storage {
+    /// Storage of a float tensor on this device.
+    pub(crate) fn of(gpu: &Gpu, dtype: DType) -> Result<Self> {
+        match dtype {
+            DType::F32 => Ok(Self::F32),
+            DType::F16 if gpu.features().contains(wgpu::Features::SHADER_F16) => Ok(Self::F16),
+            DType::F16 => Ok(Self::Packed),
+            other => Err(Error::DType(format!("{other:?}: kernels compute on F32 and F16"))),
+        }
+    }
+
+    /// `load_NAME`, which reads element `i` of binding `NAME` as f32, and `NAME_word`, the type to bind.
+    fn loader(self, name: &str) -> String {
+        let (word, value) = match self {
+            Self::F32 => ("f32", format!("{name}[i]")),
+            Self::F16 => ("f16", format!("f32({name}[i])")),
+            Self::Packed => ("u32", format!("unpack2x16float({name}[i >> 1u] >> (16u * (i & 1u))).x")),
+        };
+        format!("alias {name}_word = {word};\nfn load_{name}(i: u32) -> f32 {{ return {value}; }}\n")
+    }
+
+    /// `store`, which writes element `i` of binding `output`, and `output_word`, the type to bind.
+    ///
+    /// The two halves of a packed word belong to different threads; atomics on its bits keep each from touching
+    /// the other's, in any order.
+    fn store(self) -> String {
+        let (word, body) = match self {
+            Self::F32 => ("f32", "output[i] = value;"),
+            Self::F16 => ("f16", "output[i] = f16(value);"),
+            Self::Packed => (
+                "atomic<u32>",
+                "let shift = 16u * (i & 1u);\n    \
+                 atomicAnd(&output[i >> 1u], ~(0xffffu << shift));\n    \
+                 atomicOr(&output[i >> 1u], (pack2x16float(vec2(value, 0.0)) & 0xffffu) << shift);",
+            ),
+        };
+        format!("alias output_word = {word};\nfn store(i: u32, value: f32) {{\n    {body}\n}}\n")
+    }
+}
+
+/// What distinguishes one pipeline from another: never a tensor's sizes.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub(crate) struct Variant {
+    /// The kernel's file name.
+    pub(crate) name: &'static str,
+    /// Its own source and the shared pieces it includes.
+    pub(crate) pieces: Vec<&'static str>,
+    /// Tile sizes and switches.
+    pub(crate) constants: Vec<(&'static str, u32)>,
+    /// Float inputs by binding name.
+    pub(crate) inputs: Vec<(&'static str, Storage)>,
+    /// Storage of the binding `output`, for kernels that have one.
+    pub(crate) output: Option<Storage>,
+    /// Needs subgroup operations.
+    pub(crate) subgroups: bool,
+}
+
+impl Variant {
+    /// Name, element types and constants, for labels and messages.
+    pub(crate) fn label(&self) -> String {
+        let mut label = format!("multihead {}", self.name);
+        for storage in self.inputs.iter().map(|(_, storage)| storage).chain(&self.output) {
+            let _ = write!(label, " {storage:?}");
+        }
+        for (name, value) in &self.constants {
+            let _ = write!(label, " {name}={value}");
+        }
+        label
+    }
+
+    /// The whole WGSL text.
+    pub(crate) fn source(&self) -> String {
+        let mut source = String::new();
+        if self.inputs.iter().map(|(_, storage)| storage).chain(&self.output).any(|s| *s == Storage::F16) {
+            source.push_str("enable f16;\n");
+        }
+        for (name, value) in &self.constants {
+            let _ = writeln!(source, "const {name}: u32 = {value}u;");
+        }
+        for (name, storage) in &self.inputs {
+            source.push_str(&storage.loader(name));
+        }
+        if let Some(storage) = self.output {
+            source.push_str(&storage.store());
+        }
+        for piece in &self.pieces {
+            source.push_str(piece);
+        }
+        source
+    }
+}
+
+/// A built pipeline.
+#[derive(Debug)]
+pub(crate) struct Kernel {
+    label: String,
+    pipeline: wgpu::ComputePipeline,
+    layout: wgpu::BindGroupLayout,
+}
+
+impl Kernel {
+    pub(crate) fn build(gpu: &Gpu, variant: &Variant) -> Result<Self> {
+        Self::from_source(gpu, variant.label(), &variant.source())
+    }
+
+    fn from_source(gpu: &Gpu, label: String, source: &str) -> Result<Self> {
+        let device = gpu.device();
+        let built = gpu.guarded("building a kernel", 0, || {
+            let module = device.create_shader_module(wgpu::ShaderModuleDescriptor {
+                label: Some(&label),
+                source: wgpu::ShaderSource::Wgsl(source.into()),
+            });
+            let pipeline = device.create_compute_pipeline(&wgpu::ComputePipelineDescriptor {
+                label: Some(&label),
+                layout: None,
+                module: &module,
+                entry_point: Some("main"),
+                compilation_options: wgpu::PipelineCompilationOptions {
+                    // Kernels write workgroup memory before they read it; filling it costs build time.
+                    zero_initialize_workgroup_memory: false,
+                    ..Default::default()
+                },
+                cache: None,
+            });
+            let layout = pipeline.get_bind_group_layout(0);
+            (pipeline, layout)
+        });
+        match built {
+            Ok((pipeline, layout)) => Ok(Self { label, pipeline, layout }),
+            Err(Error::Wgpu { message, .. }) => Err(Error::Shader { kernel: label, message }),
+            Err(other) => Err(other),
+        }
+    }
+}
+
+/// A buffer range as a kernel binds it.
+#[derive(Debug, Clone)]
+pub(crate) struct Binding {
+    buffer: wgpu::Buffer,
+    offset: u64,
+    size: u64,
+}
+
+impl Binding {
+    /// The first `bytes` of a buffer of this crate's own.
+    pub(crate) fn prefix(gpu: &Gpu, what: &str, buffer: &wgpu::Buffer, bytes: u64) -> Result<Self> {
+        let size = bytes.next_multiple_of(4).clamp(4, buffer.size());
+        check_binding(gpu, what, size)?;
+        Ok(Self { buffer: buffer.clone(), offset: 0, size })
+    }
+
+    /// A tensor's range, with the element at which it starts in the binding: binding offsets are coarser than
+    /// tensors'. A tensor without elements binds the placeholder.
+    pub(crate) fn tensor(gpu: &Gpu, what: &str, tensor: &Tensor) -> Result<(Self, u32)> {
+        if tensor.is_empty() {
+            return Ok((Self::absent(gpu), 0));
+        }
+        let alignment = u64::from(gpu.limits().min_storage_buffer_offset_alignment).max(4);
+        let offset = tensor.offset() / alignment * alignment;
+        let size = (tensor.offset() + tensor.extent_bytes() - offset).next_multiple_of(4);
+        check_binding(gpu, what, size)?;
+        let start = (tensor.offset() - offset) / tensor.dtype().size() as u64;
+        Ok((Self { buffer: tensor.buffer().clone(), offset, size }, start as u32))
+    }
+
+    /// Stands for an input that is absent.
+    pub(crate) fn absent(gpu: &Gpu) -> Self {
+        Self { buffer: gpu.absent().clone(), offset: 0, size: 16 }
+    }
+
+    /// Stands for an output that is absent.
+    pub(crate) fn absent_output(gpu: &Gpu) -> Self {
+        Self { buffer: gpu.absent_output().clone(), offset: 0, size: 16 }
+    }
+}
+
+fn check_binding(gpu: &Gpu, what: &str, size: u64) -> Result<()> {
+    let allows = gpu.limits().max_storage_buffer_binding_size;
+    // Shaders count elements, and bytes of packed elements, in 32 bits.
+    let allows = allows.min(u64::from(u32::MAX));
+    if size > allows {
+        return Err(Error::Limit {
+            what: what.to_owned(),
+            needs: size,
+            allows,
+            limit: "max_storage_buffer_binding_size",
+            advice: "split the call by batch or by heads, or open the device with the adapter's own limits".to_owned(),
+        });
+    }
+    Ok(())
+}
+
+/// Dispatches of one call: prepared and checked first, then recorded in one compute pass.
+pub(crate) struct Batch<'a> {
+    gpu: &'a Gpu,
+    params: Vec<u8>,
+    calls: Vec<Call>,
+}
+
+struct Call {
+    kernel: Arc<Kernel>,
+    params: u64,
+    params_size: u64,
+    bindings: Vec<Binding>,
+    grid: [u32; 2],
+}
+
+/// A folded grid: workgroup `(x, y)` is number `y * width + x` of `groups`.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Grid {
+    pub(crate) groups: u32,
+    pub(crate) width: u32,
+}
+
+impl<'a> Batch<'a> {
+    pub(crate) fn new(gpu: &'a Gpu) -> Self {
+        Self { gpu, params: Vec::new(), calls: Vec::new() }
+    }
+
+    pub(crate) fn gpu(&self) -> &'a Gpu {
+        self.gpu
+    }
+
+    /// Adds a dispatch of `groups` workgroups. A grid has at most 65,535 on an axis, so they are folded into
+    /// rows; kernels unfold them and skip what is too many. None at all adds nothing.
+    pub(crate) fn push<P: Params>(
+        &mut self,
+        variant: &Variant,
+        params: impl FnOnce(Grid) -> P,
+        bindings: Vec<Binding>,
+        groups: u64,
+    ) -> Result<()> {
+        if groups == 0 {
+            return Ok(());
+        }
+        let most = u64::from(self.gpu.limits().max_compute_workgroups_per_dimension);
+        let allows = most.saturating_mul(most).min(u64::from(u32::MAX));
+        if groups > allows {
+            return Err(Error::Limit {
+                what: format!("a dispatch of {}", variant.name),
+                needs: groups,
+                allows,
+                limit: "max_compute_workgroups_per_dimension",
+                advice: "split the call by batch or by heads".to_owned(),
+            });
+        }
+        let rows = groups.div_ceil(most);
+        let width = groups.div_ceil(rows) as u32;
+        let alignment = (self.gpu.limits().min_uniform_buffer_offset_alignment as usize).max(16);
+        self.params.resize(self.params.len().next_multiple_of(alignment), 0);
+        let start = self.params.len() as u64;
+        self.params.extend_from_slice(bytemuck::bytes_of(&params(Grid { groups: groups as u32, width })));
+        self.calls.push(Call {
+            kernel: self.gpu.kernel(variant)?,
+            params: start,
+            params_size: size_of::<P>() as u64,
+            bindings,
+            grid: [width, rows as u32],
+        });
+        Ok(())
+    }
+
+    /// Binds everything, and only then records. On an error nothing is recorded.
+    pub(crate) fn record(self, encoder: &mut wgpu::CommandEncoder) -> Result<()> {
+        let Self { gpu, params, calls } = self;
+        if calls.is_empty() {
+            return Ok(());
+        }
+        // `Queue::write_buffer` would run before the whole submit, so two calls recorded into one encoder would
+        // share the last one's params: each batch has a buffer of its own.
+        let buffer = gpu.buffer_with("multihead params", 0, wgpu::BufferUsages::UNIFORM, &params)?;
+        let groups = gpu.guarded("binding a call's buffers", 0, || {
+            let bind = |call: &Call| {
+                let range = |buffer, offset, size| {
+                    wgpu::BindingResource::Buffer(wgpu::BufferBinding { buffer, offset, size: NonZeroU64::new(size) })
+                };
+                let params = [range(&buffer, call.params, call.params_size)];
+                let inputs = call.bindings.iter().map(|b| range(&b.buffer, b.offset, b.size));
+                let entries: Vec<_> = params
+                    .into_iter()
+                    .chain(inputs)
+                    .zip(0..)
+                    .map(|(resource, binding)| wgpu::BindGroupEntry { binding, resource })
+                    .collect();
+                gpu.device().create_bind_group(&wgpu::BindGroupDescriptor {
+                    label: Some(&call.kernel.label),
+                    layout: &call.kernel.layout,
+                    entries: &entries,
+                })
+            };
+            calls.iter().map(bind).collect::<Vec<_>>()
+        })?;
+        let mut pass = encoder.begin_compute_pass(&wgpu::ComputePassDescriptor {
+            label: Some("multihead"),
+            timestamp_writes: None,
+        });
+        for (call, group) in calls.iter().zip(&groups) {
+            pass.push_debug_group(&call.kernel.label);
+            pass.set_pipeline(&call.kernel.pipeline);
+            pass.set_bind_group(0, group, &[]);
+            pass.dispatch_workgroups(call.grid[0], call.grid[1], 1);
+            pass.pop_debug_group();
+        }
+        gpu.count_dispatches(calls.len() as u64);
+        Ok(())
+    }
+}
+
+/// A kernel's params: 4-byte scalars alone, a multiple of 16 bytes, as WGSL lays out a uniform.
+pub(crate) trait Params: bytemuck::Pod {
+    /// Name and byte offset of every field, nested ones as `outer.inner`.
+    #[cfg(test)]
+    fn fields() -> Vec<(String, usize)>;
+}
+
+/// Defines a params struct with its field list, which a test holds against the WGSL.
+macro_rules! params {
+    ($(#[$meta:meta])* $name:ident { $($field:ident: $type:ty),* $(,)? } $(rule: $rule:ty)?) => {
+        $(#[$meta])*
+        #[derive(Debug, Clone, Copy, Default, bytemuck::Pod, bytemuck::Zeroable)]
+        #[repr(C)]
+        pub(crate) struct $name {
+            $(pub(crate) $field: $type,)*
+            $(pub(crate) rule: $rule,)?
+        }
+
+        const _: () = assert!(size_of::<$name>() % 16 == 0, "pad the params to a multiple of 16 bytes");
+
+        impl crate::kernel::Params for $name {
+            #[cfg(test)]
+            fn fields() -> Vec<(String, usize)> {
+                #[allow(unused_mut)]
+                let mut fields = vec![$((stringify!($field).to_owned(), std::mem::offset_of!($name, $field))),*];
+                $(
+                    let start = std::mem::offset_of!($name, rule);
+                    fields.extend(
+                        <$rule as crate::kernel::Params>::fields()
+                            .into_iter()
+                            .map(|(field, offset)| (format!("rule.{field}"), start + offset)),
+                    );
+                )?
+                fields
+            }
+        }
+    };
+}
+pub(crate) use params;

@@ -1,0 +1,77 @@
+//! `shaders/copy.wgsl`: strided copy, also from one element type to another.
+
+use crate::{
+    Result, Tensor,
+    kernel::{Batch, Binding, Storage, Variant, params},
+    shape::product,
+    tuning::ELEMENTWISE_WORKGROUP,
+};
+
+params! {
+    CopyParams {
+        groups: u32,
+        grid_width: u32,
+        elements: u32,
+        size_1: u32,
+        size_2: u32,
+        size_3: u32,
+        source_start: u32,
+        source_0: u32,
+        source_1: u32,
+        source_2: u32,
+        source_3: u32,
+        output_start: u32,
+        output_0: u32,
+        output_1: u32,
+        output_2: u32,
+        output_3: u32,
+    }
+}
+
+pub(crate) fn variant(source: Storage, output: Storage) -> Variant {
+    Variant {
+        name: "copy",
+        pieces: vec![include_str!("../../shaders/copy.wgsl")],
+        constants: vec![("WORKGROUP", ELEMENTWISE_WORKGROUP)],
+        inputs: vec![("source", source)],
+        output: Some(output),
+        subgroups: false,
+    }
+}
+
+/// Adds the dispatch that copies a 4-axis tensor to one of the same shape.
+pub(crate) fn push(batch: &mut Batch, what: &str, source: &Tensor, output: &Tensor) -> Result<()> {
+    debug_assert_eq!(source.shape(), output.shape());
+    let gpu = batch.gpu();
+    let elements = product(source.shape());
+    let (from, source_start) = Binding::tensor(gpu, what, source)?;
+    let (to, output_start) = Binding::tensor(gpu, what, output)?;
+    let variant = variant(Storage::of(gpu, source.dtype())?, Storage::of(gpu, output.dtype())?);
+    let (shape, source_strides) = source.four_axes();
+    let (_, output_strides) = output.four_axes();
+    let [source_0, source_1, source_2, source_3] = source_strides;
+    let [output_0, output_1, output_2, output_3] = output_strides;
+    batch.push(
+        &variant,
+        |grid| CopyParams {
+            groups: grid.groups,
+            grid_width: grid.width,
+            elements: elements as u32,
+            size_1: shape[1],
+            size_2: shape[2],
+            size_3: shape[3],
+            source_start,
+            source_0,
+            source_1,
+            source_2,
+            source_3,
+            output_start,
+            output_0,
+            output_1,
+            output_2,
+            output_3,
+        },
+        vec![from, to],
+        elements.div_ceil(u64::from(ELEMENTWISE_WORKGROUP)),
+    )
+}

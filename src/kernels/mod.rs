@@ -1,0 +1,54 @@
+//! One module per shader: its params, its variants, its grid.
+
+pub(crate) mod copy;
+pub(crate) mod linear;
+pub(crate) mod mean_heads;
+pub(crate) mod scores;
+pub(crate) mod softmax;
+pub(crate) mod weighted_sum;
+
+#[cfg(test)]
+mod tests;
+
+use crate::{kernel::Storage, kernel::Variant, tuning::Tile};
+
+const PRODUCT_SUBGROUP: &str = include_str!("../../shaders/shared/product_subgroup.wgsl");
+const PRODUCT_WORKGROUP: &str = include_str!("../../shaders/shared/product_workgroup.wgsl");
+const TILE: &str = include_str!("../../shaders/shared/tile.wgsl");
+const RULE: &str = include_str!("../../shaders/shared/rule.wgsl");
+
+/// A kernel built around the matrix product.
+fn product_variant(
+    name: &'static str,
+    tile: Tile,
+    mut pieces: Vec<&'static str>,
+    inputs: Vec<(&'static str, Storage)>,
+    output: Option<Storage>,
+) -> Variant {
+    let subgroups = matches!(tile, Tile::Subgroup { .. });
+    pieces.push(TILE);
+    pieces.push(if subgroups { PRODUCT_SUBGROUP } else { PRODUCT_WORKGROUP });
+    Variant { name, pieces, constants: tile.constants(), inputs, output, subgroups }
+}
+
+/// Rows of the score matrix that are computed together: rows `first_row..first_row + rows` of `head_count` heads
+/// from `first_head` on, heads counted over the whole batch.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Chunk {
+    pub(crate) first_head: usize,
+    pub(crate) head_count: usize,
+    pub(crate) first_row: usize,
+    pub(crate) rows: usize,
+}
+
+impl Chunk {
+    /// Rows over all its heads.
+    pub(crate) fn all_rows(&self) -> u64 {
+        self.head_count as u64 * self.rows as u64
+    }
+}
+
+/// Tiles that cover `size`.
+fn tiles(size: usize, tile: u32) -> u64 {
+    (size as u64).div_ceil(u64::from(tile))
+}

@@ -1,0 +1,34 @@
+#![doc = include_str!("../README.md")]
+
+pub use wgpu;
+
+mod attention;
+mod config;
+mod dtype;
+mod error;
+mod gpu;
+mod inputs;
+mod kernel;
+mod kernels;
+mod linear;
+mod mask;
+mod multi_head;
+mod options;
+pub mod reference;
+mod shape;
+mod tensor;
+mod tuning;
+mod weights;
+
+pub use attention::{Attention, AttentionResult, Wanted};
+pub use config::MultiHeadAttentionConfig;
+pub use dtype::{DType, Element};
+pub use error::{Error, Result};
+pub use gpu::Gpu;
+pub use inputs::{AttentionInputs, AttentionOutputs, KvLengths, Mask};
+pub use linear::Linear;
+pub use multi_head::{MultiHeadAttention, MultiHeadInputs, MultiHeadOutputs, MultiHeadResult, NeedWeights};
+pub use options::{Align, AttentionOptions, Causal};
+pub use shape::{AttentionShape, MAX_AXIS};
+pub use tensor::Tensor;
+pub use weights::{CheckpointInfo, CheckpointNames, Parameters};

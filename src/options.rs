@@ -1,0 +1,163 @@
+//! The options of the attention rule, one vocabulary for the operator, the layer and the reference.
+
+use crate::{Error, Result};
+
+/// Where a query stands among the keys when their numbers differ, and whether later keys are hidden.
+///
+/// With 2 queries and 5 keys (`x` = attend):
+///
+/// ```text
+///  TopLeft        BottomRight
+///  x . . . .      x x x x .
+///  x x . . .      x x x x x
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub enum Causal {
+    /// No causal order.
+    #[default]
+    None,
+    /// Query `i` sees keys `j <= i` (PyTorch's `is_causal`, ONNX).
+    TopLeft,
+    /// The last query sees all keys (FlashAttention 2.1 and later, decoding against a cache).
+    BottomRight,
+}
+
+/// Where query 0 stands, before [`AttentionOptions::query_offset`] is added.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub enum Align {
+    /// Query `i` stands at key position `i`.
+    #[default]
+    TopLeft,
+    /// Query `i` stands at `i + len - queries`: the last query stands at the last key. `len` is the
+    /// sequence's key length.
+    BottomRight,
+}
+
+/// Options of the rule `softmax(mask(softcap(scale q.k) - alibi + bias)) v`.
+///
+/// In this order: `s = scale * q.k`; `s = softcap * tanh(s / softcap)`;
+/// `s -= alibi_slopes[h] * |p - j|`; `s += float mask`; softmax over the visible keys. Query `i`
+/// stands at `p = i + query_offset`, plus `len - queries` under a bottom-right alignment.
+///
+/// ```
+/// use multihead::{AttentionOptions, Causal};
+///
+/// let options = AttentionOptions::new().causal(Causal::BottomRight).window(Some(255), Some(0));
+/// assert_eq!(options.validate(8), Ok(()));
+/// ```
+#[derive(Debug, Clone, PartialEq, Default)]
+#[non_exhaustive]
+pub struct AttentionOptions {
+    /// Factor of the dot products; `None` means `1 / sqrt(head_dim)`.
+    pub scale: Option<f32>,
+    /// Soft cap of the scores (Gemma 2); `None` means none.
+    pub softcap: Option<f32>,
+    /// One slope per query head (ALiBi); `None` means none.
+    pub alibi_slopes: Option<Vec<f32>>,
+    /// Causal order.
+    pub causal: Causal,
+    /// Alignment of the positions; [`Causal::BottomRight`] implies [`Align::BottomRight`].
+    pub align: Align,
+    /// Keys before the query's position that it may see, itself not counted; `None` = unbounded.
+    pub window_left: Option<u32>,
+    /// Keys after the query's position that it may see, itself not counted; `None` = unbounded.
+    pub window_right: Option<u32>,
+    /// Added to every query's position.
+    pub query_offset: i64,
+    /// The last keys that nothing hides: no mask, padding, length, window or causal order, and ALiBi
+    /// does not move them (registers, `bias_k`, `add_zero_attn`). They count in `keys` and in no mask.
+    pub always_visible_keys: usize,
+}
+
+impl AttentionOptions {
+    /// All keys visible, `scale = 1 / sqrt(head_dim)`.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Sets the factor of the dot products.
+    pub fn scale(mut self, scale: f32) -> Self {
+        self.scale = Some(scale);
+        self
+    }
+
+    /// Caps scores softly: `s = cap * tanh(s / cap)`.
+    pub fn softcap(mut self, cap: f32) -> Self {
+        self.softcap = Some(cap);
+        self
+    }
+
+    /// Lowers each score by `slopes[h] * |p - j|`.
+    pub fn alibi(mut self, slopes: impl Into<Vec<f32>>) -> Self {
+        self.alibi_slopes = Some(slopes.into());
+        self
+    }
+
+    /// Hides later keys.
+    pub fn causal(mut self, causal: Causal) -> Self {
+        self.causal = causal;
+        self
+    }
+
+    /// Sets where query 0 stands without hiding anything.
+    pub fn align(mut self, align: Align) -> Self {
+        self.align = align;
+        self
+    }
+
+    /// Keeps keys `p - left <= j <= p + right`; `None` = unbounded.
+    pub fn window(mut self, left: Option<u32>, right: Option<u32>) -> Self {
+        self.window_left = left;
+        self.window_right = right;
+        self
+    }
+
+    /// Moves every query by `offset` positions (a cache of that many past keys).
+    pub fn query_offset(mut self, offset: i64) -> Self {
+        self.query_offset = offset;
+        self
+    }
+
+    /// The last `count` keys are hidden by nothing.
+    pub fn always_visible_keys(mut self, count: usize) -> Self {
+        self.always_visible_keys = count;
+        self
+    }
+
+    /// Checks the values against each other and the number of query heads.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Option`] for a softcap that is not positive, slopes whose number is not `heads`, a scale
+    /// or slope that is not finite, or an offset beyond ±2^29.
+    pub fn validate(&self, heads: usize) -> Result<()> {
+        let refuse = |text: String| Err(Error::Option(text));
+        if let Some(scale) = self.scale.filter(|scale| !scale.is_finite()) {
+            return refuse(format!("scale = {scale}: must be finite"));
+        }
+        if let Some(cap) = self.softcap.filter(|cap| !(cap.is_finite() && *cap > 0.0)) {
+            return refuse(format!("softcap = {cap}: must be finite and above 0; leave it out for no cap"));
+        }
+        if let Some(slopes) = &self.alibi_slopes {
+            if slopes.len() != heads {
+                return refuse(format!("{} ALiBi slopes for {heads} query heads: give one per head", slopes.len()));
+            }
+            if let Some(slope) = slopes.iter().find(|slope| !slope.is_finite()) {
+                return refuse(format!("ALiBi slope {slope}: must be finite"));
+            }
+        }
+        if self.query_offset.unsigned_abs() > crate::shape::MAX_AXIS as u64 {
+            return refuse(format!(
+                "query_offset = {}: must lie within ±{}",
+                self.query_offset,
+                crate::shape::MAX_AXIS
+            ));
+        }
+        Ok(())
+    }
+
+    /// The factor of the dot products for heads of `head_dim`, rounded once from f64.
+    pub fn scale_for(&self, head_dim: usize) -> f32 {
+        self.scale.unwrap_or_else(|| (1.0 / (head_dim.max(1) as f64).sqrt()) as f32)
+    }
+}

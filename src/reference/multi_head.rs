@@ -1,0 +1,424 @@
+//! The whole layer.
+
+use super::{Attention, Mask, Real, check_len, join_keys, linear, merge_heads, split_heads};
+use crate::{AttentionShape, Causal, Error, MultiHeadAttentionConfig, Result};
+
+/// Parameters of a layer, in PyTorch's layout: `y = x W^T + b`.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct LayerParameters<'a> {
+    /// `[E, E]`.
+    pub q_weight: &'a [f32],
+    /// `[E, kdim]`.
+    pub k_weight: &'a [f32],
+    /// `[E, vdim]`.
+    pub v_weight: &'a [f32],
+    /// `[E]`.
+    pub q_bias: Option<&'a [f32]>,
+    /// `[E]`.
+    pub k_bias: Option<&'a [f32]>,
+    /// `[E]`.
+    pub v_bias: Option<&'a [f32]>,
+    /// `[E, E]`.
+    pub out_weight: &'a [f32],
+    /// `[E]`.
+    pub out_bias: Option<&'a [f32]>,
+    /// `[E]`, given exactly if the configuration says `add_bias_kv`.
+    pub bias_k: Option<&'a [f32]>,
+    /// `[E]`, given exactly if the configuration says `add_bias_kv`.
+    pub bias_v: Option<&'a [f32]>,
+}
+
+/// One call of a layer
+/// ([`torch.nn.MultiheadAttention`](https://docs.pytorch.org/docs/stable/generated/torch.nn.MultiheadAttention.html),
+/// batch first, no dropout):
+///
+/// `output = concat_h(softmax(q_h k_h^T / sqrt(E / H)) v_h) W_out^T + b_out`, where `q_h`, `k_h` and `v_h`
+/// are the head's columns of the projected query, key and value. `bias_k`, `bias_v` follow the projected
+/// keys, a key and value of zeros follows those.
+///
+/// ```
+/// use multihead::MultiHeadAttentionConfig;
+/// use multihead::reference::{LayerParameters, MultiHead};
+///
+/// // Identity projections, two equal tokens: attention gives the token back.
+/// let identity = [1.0, 0.0, 0.0, 1.0];
+/// let config = MultiHeadAttentionConfig::new(2, 2).bias(false);
+/// let parameters = LayerParameters::new(&identity, &identity, &identity, &identity);
+/// let x = [0.5f64, -1.0, 0.5, -1.0];
+/// let answer = MultiHead::self_attention(&config, parameters, 1, 2, &x).run()?;
+/// assert_eq!(answer.output, x);
+/// assert_eq!(answer.weights, [0.5; 8]);
+/// # Ok::<(), multihead::Error>(())
+/// ```
+#[derive(Debug, Clone)]
+pub struct MultiHead<'a, T> {
+    /// Sizes and options.
+    pub config: &'a MultiHeadAttentionConfig,
+    /// Weights and biases.
+    pub parameters: LayerParameters<'a>,
+    /// Sequences, B.
+    pub batch: usize,
+    /// Queries, Lq.
+    pub queries: usize,
+    /// Keys, Lk, without `bias_k` and the key of zeros.
+    pub keys: usize,
+    /// `[B, Lq, E]`.
+    pub query: &'a [T],
+    /// `[B, Lk, kdim]`.
+    pub key: &'a [T],
+    /// `[B, Lk, vdim]`.
+    pub value: &'a [T],
+    /// Broadcast to `[B, H, Lq, Lk]`.
+    pub mask: Option<Mask<'a>>,
+    /// `[B, Lk]`, `true` = attend (PyTorch's `key_padding_mask` is the opposite).
+    pub key_mask: Option<&'a [bool]>,
+    /// `[B]`.
+    pub kv_lengths: Option<&'a [usize]>,
+    /// Replaces the configuration's causal order.
+    pub causal: Option<Causal>,
+}
+
+/// Answers of [`MultiHead::run`].
+#[derive(Debug, Clone, PartialEq)]
+pub struct LayerOutput<T> {
+    /// `[B, Lq, E]`.
+    pub output: Vec<T>,
+    /// `[B, H, Lq, Lk + extra keys]`; empty after [`MultiHead::run_output`].
+    pub weights: Vec<T>,
+    /// Sizes of the attention inside, extra keys included:
+    /// [`mean_heads`](super::mean_heads())`(&weights, &shape)` averages over the heads.
+    pub shape: AttentionShape,
+}
+
+impl<'a> LayerParameters<'a> {
+    /// The four weights without biases; set the other fields as needed.
+    pub const fn new(
+        q_weight: &'a [f32],
+        k_weight: &'a [f32],
+        v_weight: &'a [f32],
+        out_weight: &'a [f32],
+    ) -> Self {
+        Self {
+            q_weight,
+            k_weight,
+            v_weight,
+            q_bias: None,
+            k_bias: None,
+            v_bias: None,
+            out_weight,
+            out_bias: None,
+            bias_k: None,
+            bias_v: None,
+        }
+    }
+}
+
+impl<'a, T: Real> MultiHead<'a, T> {
+    /// Self-attention over `x [B, L, E]` without masks; set those fields as needed.
+    pub const fn self_attention(
+        config: &'a MultiHeadAttentionConfig,
+        parameters: LayerParameters<'a>,
+        batch: usize,
+        length: usize,
+        x: &'a [T],
+    ) -> Self {
+        Self {
+            config,
+            parameters,
+            batch,
+            queries: length,
+            keys: length,
+            query: x,
+            key: x,
+            value: x,
+            mask: None,
+            key_mask: None,
+            kv_lengths: None,
+            causal: None,
+        }
+    }
+
+    /// Output and weights.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Shape`] for lengths that do not fit, [`Error::Option`] for options that are not allowed
+    /// and parameters that do not belong to the configuration, both with the numbers.
+    pub fn run(&self) -> Result<LayerOutput<T>> {
+        self.layer(true)
+    }
+
+    /// [`run`](Self::run) without the weights.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`run`](Self::run).
+    pub fn run_output(&self) -> Result<LayerOutput<T>> {
+        self.layer(false)
+    }
+
+    fn layer(&self, keep_weights: bool) -> Result<LayerOutput<T>> {
+        let Self {
+            config,
+            parameters,
+            batch,
+            queries,
+            keys,
+            ..
+        } = *self;
+        config.validate()?;
+        self.check_optional()?;
+        let (embed, heads, size) = (config.embed_dim, config.num_heads, config.head_dim());
+        check_len("query", self.query.len(), &[batch, queries, embed])?;
+        check_len("key", self.key.len(), &[batch, keys, config.kdim])?;
+        check_len("value", self.value.len(), &[batch, keys, config.vdim])?;
+
+        let project = |what: &str, x: &[T], weight: &[f32], bias: Option<&[f32]>, rows, inputs| {
+            check_len(what, weight.len(), &[embed, inputs])?;
+            let (weight, bias) = (lift::<T>(weight), bias.map(lift::<T>));
+            linear(x, &weight, bias.as_deref(), rows, inputs, embed)
+        };
+        let p = parameters;
+        let q = project(
+            "q_weight",
+            self.query,
+            p.q_weight,
+            p.q_bias,
+            batch * queries,
+            embed,
+        )?;
+        let k = project(
+            "k_weight",
+            self.key,
+            p.k_weight,
+            p.k_bias,
+            batch * keys,
+            config.kdim,
+        )?;
+        let v = project(
+            "v_weight",
+            self.value,
+            p.v_weight,
+            p.v_bias,
+            batch * keys,
+            config.vdim,
+        )?;
+
+        let extra = config.extra_keys();
+        let q = split_heads(&q, batch, queries, heads, size)?;
+        // A row of [B, H] is followed by its head's part of the extra keys.
+        let append = |x: Vec<T>, learned: Option<&[f32]>| {
+            let x = split_heads(&x, batch, keys, heads, size)?;
+            let mut tail = Vec::with_capacity(batch * heads * extra * size);
+            for head in (0..batch).flat_map(|_| 0..heads) {
+                if let Some(learned) = learned {
+                    tail.extend(lift::<T>(&learned[head * size..][..size]));
+                }
+                if config.add_zero_attn {
+                    tail.extend(std::iter::repeat_n(T::ZERO, size));
+                }
+            }
+            join_keys(&x, &tail, batch * heads, keys, extra, size)
+        };
+        let k = append(k, p.bias_k)?;
+        let v = append(v, p.bias_v)?;
+
+        let mut options = config.attention.clone().always_visible_keys(extra);
+        if let Some(causal) = self.causal {
+            options.causal = causal;
+        }
+        let shape = AttentionShape {
+            batch,
+            heads,
+            kv_heads: heads,
+            queries,
+            keys: keys + extra,
+            head_dim: size,
+            value_dim: size,
+        };
+        let call = Attention {
+            mask: self.mask,
+            key_mask: self.key_mask,
+            kv_lengths: self.kv_lengths,
+            ..Attention::new(shape, &options, &q, &k, &v)
+        };
+        let answer = if keep_weights {
+            call.run()?
+        } else {
+            call.run_output()?
+        };
+        let merged = merge_heads(&answer.output, batch, queries, heads, size)?;
+        let output = project(
+            "out_weight",
+            &merged,
+            p.out_weight,
+            p.out_bias,
+            batch * queries,
+            embed,
+        )?;
+        Ok(LayerOutput {
+            output,
+            weights: answer.weights,
+            shape,
+        })
+    }
+
+    /// Biases and `bias_k`, `bias_v`: there exactly when the configuration says so, `[E]` each.
+    fn check_optional(&self) -> Result<()> {
+        let (config, p) = (self.config, &self.parameters);
+        for (what, given, expected) in [
+            ("q_bias", p.q_bias, config.bias),
+            ("k_bias", p.k_bias, config.bias),
+            ("v_bias", p.v_bias, config.bias),
+            ("out_bias", p.out_bias, config.bias),
+            ("bias_k", p.bias_k, config.add_bias_kv),
+            ("bias_v", p.bias_v, config.add_bias_kv),
+        ] {
+            match given {
+                Some(given) if expected => check_len(what, given.len(), &[config.embed_dim])?,
+                None if !expected => {}
+                // A layer may have some biases alone: the missing ones are zeros.
+                None if what.ends_with("_bias") => {}
+                _ => {
+                    return Err(Error::Option(format!(
+                        "{what} is {}, but the configuration has bias = {}, add_bias_kv = {}",
+                        if given.is_some() { "given" } else { "missing" },
+                        config.bias,
+                        config.add_bias_kv
+                    )));
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The parameters in `T`.
+fn lift<T: Real>(x: &[f32]) -> Vec<T> {
+    x.iter().map(|&x| T::from_f32(x)).collect()
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::super::mean_heads;
+    use super::*;
+
+    /// `[n, n]`, ones on the diagonal.
+    fn identity(n: usize) -> Vec<f32> {
+        (0..n * n)
+            .map(|at| if at % (n + 1) == 0 { 1.0 } else { 0.0 })
+            .collect()
+    }
+
+    #[test]
+    fn cross_attention_with_other_sizes() {
+        // Keys of 1, values of 3 numbers; the value weight sums them into the first column.
+        let config = MultiHeadAttentionConfig::new(2, 1).kdim(1).vdim(3).bias(false);
+        let i = identity(2);
+        let parameters = LayerParameters::new(&i, &[1.0, 0.0], &[1.0, 1.0, 1.0, 0.0, 0.0, 0.0], &i);
+        let layer = MultiHead {
+            queries: 1,
+            keys: 2,
+            query: &[0.0f64, 0.0],
+            key: &[5.0, -5.0],
+            value: &[1.0, 2.0, 3.0, 4.0, 5.0, 9.0],
+            ..MultiHead::self_attention(&config, parameters, 1, 0, &[])
+        };
+        let answer = layer.run().unwrap();
+        assert_eq!((answer.output, answer.weights), (vec![12.0, 0.0], vec![0.5, 0.5]));
+    }
+
+    #[test]
+    fn nothing_hides_the_extra_keys() {
+        let config = MultiHeadAttentionConfig {
+            add_bias_kv: true,
+            add_zero_attn: true,
+            ..MultiHeadAttentionConfig::new(2, 2)
+        }
+        .bias(false);
+        let i = identity(2);
+        let mut parameters = LayerParameters::new(&i, &i, &i, &i);
+        parameters.bias_k = Some(&[0.0, 0.0]);
+        parameters.bias_v = Some(&[4.0, 8.0]);
+        let x = [1.0f64, 1.0, 1.0, 1.0];
+        let mut layer = MultiHead::self_attention(&config, parameters, 1, 2, &x);
+        layer.key_mask = Some(&[false, false]);
+        let answer = layer.run().unwrap();
+        // bias_v and the zeros, half each.
+        assert_eq!(answer.output, [2.0, 4.0, 2.0, 4.0]);
+        assert_eq!(answer.weights, [0.0, 0.0, 0.5, 0.5].repeat(4));
+        assert_eq!(
+            mean_heads(&answer.weights, &answer.shape).unwrap(),
+            [0.0, 0.0, 0.5, 0.5].repeat(2)
+        );
+        layer.key_mask = None;
+        layer.causal = Some(Causal::TopLeft);
+        let causal = layer.run().unwrap();
+        assert_eq!(causal.weights[1], 0.0);
+        assert!(causal.weights[0] > 0.5 && causal.weights[2] == causal.weights[3]);
+    }
+
+    #[test]
+    fn biases_are_added_and_checked() {
+        let config = MultiHeadAttentionConfig::new(2, 1);
+        let i = identity(2);
+        let mut parameters = LayerParameters::new(&i, &i, &i, &i);
+        parameters.v_bias = Some(&[1.0, 2.0]);
+        parameters.out_bias = Some(&[10.0, 20.0]);
+        let x = [0.5f64, -0.5];
+        let layer = MultiHead::self_attention(&config, parameters, 1, 1, &x);
+        assert_eq!(layer.run_output().unwrap().output, [11.5, 21.5]);
+        let without = MultiHeadAttentionConfig::new(2, 1).bias(false);
+        assert!(
+            MultiHead {
+                config: &without,
+                ..layer.clone()
+            }
+            .run()
+            .is_err()
+        );
+        parameters.out_bias = Some(&[1.0]);
+        let text = MultiHead { parameters, ..layer }.run().unwrap_err().to_string();
+        assert!(
+            text.contains("out_bias") && text.contains('1') && text.contains('2'),
+            "{text}"
+        );
+    }
+
+    #[test]
+    fn wrong_sizes_are_refused() {
+        let config = MultiHeadAttentionConfig::new(4, 3);
+        let i = identity(4);
+        let parameters = LayerParameters::new(&i, &i, &i, &i);
+        assert!(
+            MultiHead::self_attention(&config, parameters, 1, 1, &[0.0f64; 4])
+                .run()
+                .is_err()
+        );
+        let config = MultiHeadAttentionConfig::new(4, 2);
+        assert!(
+            MultiHead::self_attention(&config, parameters, 1, 1, &[0.0f64; 3])
+                .run()
+                .is_err()
+        );
+        let short = LayerParameters {
+            k_weight: &i[1..],
+            ..parameters
+        };
+        assert!(
+            MultiHead::self_attention(&config, short, 1, 1, &[0.0f64; 4])
+                .run()
+                .is_err()
+        );
+        let stray = LayerParameters {
+            bias_k: Some(&[0.0; 4]),
+            ..parameters
+        };
+        assert!(
+            MultiHead::self_attention(&config, stray, 1, 1, &[0.0f64; 4])
+                .run()
+                .is_err()
+        );
+    }
+}

@@ -1,0 +1,129 @@
+//! The table of tile sizes and variants per kind of adapter, and nothing else.
+
+use crate::Gpu;
+
+/// A tile of the matrix product that `linear`, `scores` and `weighted_sum` share.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Tile {
+    /// `shaders/shared/product_subgroup.wgsl`: A is held in registers across `lanes` lanes and handed round by
+    /// subgroup broadcasts, B is read straight from memory. For adapters where a load from workgroup memory
+    /// costs as much as one from a buffer: software ones.
+    Subgroup {
+        /// Rows of the tile.
+        rows: u32,
+        /// Columns per thread.
+        cols: u32,
+        /// At most the smallest subgroup size of the device.
+        lanes: u32,
+        /// Threads, a multiple of `lanes`.
+        workgroup: u32,
+    },
+    /// `shaders/shared/product_workgroup.wgsl`: both operands go through workgroup memory.
+    Workgroup {
+        /// Rows per thread.
+        rows: u32,
+        /// Columns per thread.
+        cols: u32,
+        /// Threads along the rows.
+        thread_rows: u32,
+        /// Threads along the columns.
+        thread_cols: u32,
+        /// Steps of the inner dimension in workgroup memory at a time.
+        depth: u32,
+    },
+}
+
+/// Which product a tile is for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Product {
+    Linear,
+    Scores,
+    WeightedSum,
+}
+
+impl Tile {
+    /// The tile for a product on this device.
+    pub(crate) fn of(gpu: &Gpu, product: Product) -> Self {
+        let software = gpu.info().device_type == wgpu::DeviceType::Cpu;
+        let subgroups = gpu.features().contains(wgpu::Features::SUBGROUP) && gpu.info().subgroup_min_size >= 4;
+        match (software, subgroups) {
+            (true, true) => Self::software(product, gpu.info().subgroup_min_size),
+            (true, false) => Self::SOFTWARE_WORKGROUP,
+            (false, _) => Self::GPU,
+        }
+    }
+
+    /// Measured on Mesa lavapipe 25.0 (AVX2, 8 lanes): 12 by 2 sums are as many as its registers hold, and 16 by 4
+    /// run at less than half the speed. The subgroup's smallest size caps the lanes.
+    fn software(_product: Product, subgroup_min_size: u32) -> Self {
+        let lanes = if subgroup_min_size >= 8 { 8 } else { 4 };
+        Self::Subgroup { rows: 12, cols: 2, lanes, workgroup: 16 }
+    }
+
+    /// Software adapters without subgroups: the most sums per thread whose pipeline still builds in a second.
+    const SOFTWARE_WORKGROUP: Self =
+        Self::Workgroup { rows: 8, cols: 4, thread_rows: 8, thread_cols: 8, depth: 32 };
+
+    /// 64 by 64 outputs from 8.4 KiB of workgroup memory and 256 threads: inside the limits that WebGPU
+    /// guarantees.
+    const GPU: Self = Self::Workgroup { rows: 4, cols: 4, thread_rows: 16, thread_cols: 16, depth: 16 };
+
+    /// Every tile that can be chosen, for tests.
+    #[cfg(test)]
+    pub(crate) fn all() -> Vec<Self> {
+        let product = Product::Linear;
+        vec![Self::software(product, 4), Self::software(product, 8), Self::SOFTWARE_WORKGROUP, Self::GPU]
+    }
+
+    /// Rows of the tile.
+    pub(crate) fn rows(self) -> u32 {
+        match self {
+            Self::Subgroup { rows, .. } => rows,
+            Self::Workgroup { rows, thread_rows, .. } => rows * thread_rows,
+        }
+    }
+
+    /// Columns of the tile.
+    pub(crate) fn cols(self) -> u32 {
+        match self {
+            Self::Subgroup { cols, workgroup, .. } => cols * workgroup,
+            Self::Workgroup { cols, thread_cols, .. } => cols * thread_cols,
+        }
+    }
+
+    /// The constants that its shader wants.
+    pub(crate) fn constants(self) -> Vec<(&'static str, u32)> {
+        match self {
+            Self::Subgroup { rows, cols, lanes, workgroup } => {
+                vec![("ROWS", rows), ("COLS", cols), ("LANES", lanes), ("WORKGROUP", workgroup)]
+            }
+            Self::Workgroup { rows, cols, thread_rows, thread_cols, depth } => vec![
+                ("ROWS", rows),
+                ("COLS", cols),
+                ("THREAD_ROWS", thread_rows),
+                ("THREAD_COLS", thread_cols),
+                ("DEPTH", depth),
+            ],
+        }
+    }
+}
+
+/// Threads of the kernels that treat each element by itself.
+pub(crate) const ELEMENTWISE_WORKGROUP: u32 = 64;
+
+/// Threads that share a softmax row, and rows of a workgroup, for rows of `keys`: enough threads to load a long
+/// row side by side, not so many that most of them idle on a short one.
+pub(crate) fn softmax_threads(keys: usize) -> (u32, u32) {
+    match keys {
+        0..=64 => SOFTMAX_THREADS[0],
+        65..=1024 => SOFTMAX_THREADS[1],
+        _ => SOFTMAX_THREADS[2],
+    }
+}
+
+/// Every pair that [`softmax_threads`] can choose.
+pub(crate) const SOFTMAX_THREADS: [(u32, u32); 3] = [(8, 8), (32, 2), (128, 1)];
+
+/// Bytes of scores that the composed path computes at a time when nobody asks for the weights. Small enough to
+/// stay in a large cache, large enough to fill the device.
+pub(crate) const SCORES_CHUNK: u64 = 16 << 20;
