@@ -3,7 +3,6 @@
 use crate::{
     AttentionInputs, AttentionOptions, AttentionOutputs, AttentionShape, DType, Error, Gpu, Mask, Result, Tensor,
     gpu::Scratch,
-    inputs::MaskKind,
     kernel::{Batch, Binding, Storage},
     kernels::{
         Chunk, copy, mean_heads,
@@ -232,7 +231,9 @@ impl Attention {
         let query = operand(gpu, "query", inputs.query)?;
         let key = operand(gpu, "key", &key)?;
         let value = operand(gpu, "value", &value)?;
-        let output = operand(gpu, "output", &output)?;
+        let (binding, start) = Binding::output(gpu, "output", &output)?;
+        let (_, strides) = output.four_axes();
+        let output = Operand { binding, storage: Storage::of(gpu, output.dtype())?, start, strides };
         let bound = self.bind_rule(inputs, &shape)?;
         let rows = scores::Inputs {
             query: &query,
@@ -250,11 +251,11 @@ impl Attention {
             }
             None => None,
         };
-        let lse = outputs.lse.map(|lse| Binding::tensor(gpu, "lse", lse)).transpose()?;
+        let lse = outputs.lse.map(|lse| Binding::output(gpu, "lse", lse)).transpose()?;
 
         let all_scores = shape.scores().saturating_mul(4);
         let (chunks, weights) = if let Some(weights) = outputs.weights {
-            (vec![whole(&shape)], Binding::tensor(gpu, "weights", weights)?)
+            (vec![whole(&shape)], Binding::output(gpu, "weights", weights)?)
         } else if outputs.mean_weights.is_some() {
             let scratch = gpu.scratch(Scratch::Weights, all_scores)?;
             (vec![whole(&shape)], (Binding::prefix(gpu, "weights", &scratch, all_scores)?, 0))
@@ -273,7 +274,7 @@ impl Attention {
             weighted_sum::push(batch, sum_tile, &shape, chunk, weights.clone(), &value, &output)?;
         }
         if let Some(mean) = outputs.mean_weights {
-            mean_heads::push(batch, &shape, weights, Binding::tensor(gpu, "mean_weights", mean)?)?;
+            mean_heads::push(batch, &shape, weights, Binding::output(gpu, "mean_weights", mean)?)?;
         }
         Ok(())
     }

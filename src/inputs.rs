@@ -34,7 +34,7 @@ pub struct Mask {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u32)]
 pub(crate) enum MaskKind {
-    None = 0,
+    // 0 in a params struct stands for no mask.
     Keep = 1,
     Ignore = 2,
     BiasF32 = 3,

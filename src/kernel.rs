@@ -185,6 +185,14 @@ impl Binding {
         Ok((Self { buffer: tensor.buffer().clone(), offset, size }, start as u32))
     }
 
+    /// [`Binding::tensor`] for a tensor that is written.
+    pub(crate) fn output(gpu: &Gpu, what: &str, tensor: &Tensor) -> Result<(Self, u32)> {
+        if tensor.is_empty() {
+            return Ok((Self::absent_output(gpu), 0));
+        }
+        Self::tensor(gpu, what, tensor)
+    }
+
     /// Stands for an input that is absent.
     pub(crate) fn absent(gpu: &Gpu) -> Self {
         Self { buffer: gpu.absent().clone(), offset: 0, size: 16 }

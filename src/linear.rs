@@ -133,7 +133,7 @@ impl Linear {
         let inputs_named = [("x", x), ("weight", &self.weight)].into_iter();
         let bias_named = self.bias.iter().map(|bias| ("bias", bias));
         check_overlaps(inputs_named.chain(bias_named), [("output", output)].into_iter())?;
-        let (binding, start) = Binding::tensor(gpu, "output", output)?;
+        let (binding, start) = Binding::output(gpu, "output", output)?;
         let part = Part { start, batch: output_strides[0], head: 0, row: output_strides[1] };
         linear::Linear {
             x: bind(gpu, "x", x)?,

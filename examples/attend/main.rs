@@ -15,10 +15,13 @@ mod paint;
 use case::{Answers, Case, CaseError};
 use clap::{Parser, ValueEnum};
 use files::Input;
+use image::RgbImage;
+use image::codecs::png::{CompressionType, FilterType, PngEncoder};
 use indicatif::{ProgressBar, ProgressStyle};
 use multihead::Gpu;
-use std::io::{self, Write};
-use std::path::PathBuf;
+use std::fs::File;
+use std::io::{self, BufWriter, Write};
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 /// Runs attention case files and compares the answers with those in the files.
@@ -87,7 +90,10 @@ impl Engine {
 fn run(arguments: &Arguments) -> Result<ExitCode, String> {
     let inputs = files::collect(&arguments.paths);
     if arguments.heatmap.is_some() && inputs.len() != 1 {
-        return Err(format!("--heatmap draws one case, {} were given: name a single file", inputs.len()));
+        return Err(format!(
+            "--heatmap draws one case, {} were given: name a single file",
+            inputs.len()
+        ));
     }
     let engine = match arguments.device {
         Device::Cpu => Engine::Cpu,
@@ -121,8 +127,14 @@ fn run(arguments: &Arguments) -> Result<ExitCode, String> {
         bar.inc(1);
     }
     bar.finish_and_clear();
-    say(&format!("{passed} passed, {failed} failed, {skipped} unsupported"));
-    Ok(if failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    say(&format!(
+        "{passed} passed, {failed} failed, {skipped} unsupported"
+    ));
+    Ok(if failed == 0 {
+        ExitCode::SUCCESS
+    } else {
+        ExitCode::FAILURE
+    })
 }
 
 /// How one case went.
@@ -148,9 +160,7 @@ fn attend(
     if let Some(path) = &arguments.heatmap {
         let map = heatmap::Maps::new(&case, &answers, &input.label, arguments.batch, arguments.head)
             .map_err(CaseError::Bad)?;
-        map.draw()
-            .save_with_format(path, image::ImageFormat::Png)
-            .map_err(|error| CaseError::Bad(format!("{} cannot be written: {error}", path.display())))?;
+        save(path, &map.draw())?;
         if let Some(link) = map.strongest() {
             say(&one_line(&link));
         }
@@ -159,8 +169,23 @@ fn attend(
     let text: Vec<String> = comparisons.iter().map(ToString::to_string).collect();
     Ok(Report {
         passes: comparisons.iter().all(case::Comparison::passes),
-        text: if text.is_empty() { "nothing to compare with".to_owned() } else { text.join(", ") },
+        text: if text.is_empty() {
+            "nothing to compare with".to_owned()
+        } else {
+            text.join(", ")
+        },
     })
+}
+
+/// Flat colours pack best without a filter.
+fn save(path: &Path, image: &RgbImage) -> Result<(), CaseError> {
+    let told = |error: &dyn std::fmt::Display| {
+        CaseError::Bad(format!("{} cannot be written: {error}", path.display()))
+    };
+    let file = File::create(path).map_err(|error| told(&error))?;
+    let encoder =
+        PngEncoder::new_with_quality(BufWriter::new(file), CompressionType::Best, FilterType::NoFilter);
+    image.write_with_encoder(encoder).map_err(|error| told(&error))
 }
 
 /// A bar where a terminal shows it and there is something to wait for.
@@ -178,7 +203,9 @@ fn progress_bar(cases: usize) -> ProgressBar {
 
 /// Names and reasons may hold anything that a file holds: a report stays one line without control codes.
 fn one_line(text: &str) -> String {
-    text.chars().map(|c| if c.is_control() { '\u{fffd}' } else { c }).collect()
+    text.chars()
+        .map(|c| if c.is_control() { '\u{fffd}' } else { c })
+        .collect()
 }
 
 /// Prints a line; `false` if nobody reads it any more (`attend ... | head`).

@@ -45,7 +45,7 @@ pub(crate) fn push(batch: &mut Batch, what: &str, source: &Tensor, output: &Tens
     let gpu = batch.gpu();
     let elements = product(source.shape());
     let (from, source_start) = Binding::tensor(gpu, what, source)?;
-    let (to, output_start) = Binding::tensor(gpu, what, output)?;
+    let (to, output_start) = Binding::output(gpu, what, output)?;
     let variant = variant(Storage::of(gpu, source.dtype())?, Storage::of(gpu, output.dtype())?);
     let (shape, source_strides) = source.four_axes();
     let (_, output_strides) = output.four_axes();

@@ -60,7 +60,7 @@ mod tests {
         assert!(mean_heads(&[0.25f32; 3], &shape).is_err());
         assert_eq!(
             mean_heads::<f64>(&[], &AttentionShape::new(0, 2, 3, 1)).unwrap(),
-            []
+            Vec::<f64>::new()
         );
     }
 }
