@@ -38,12 +38,6 @@ const LOWEST_FLOAT: f32 = -3.40282346e38;
 var<workgroup> parts: array<f32, ROWS * LANES>;
 var<workgroup> found: array<u32, ROWS * LANES>;
 
-// exp(score - top) without an infinite argument; exp(-200) is 0 in f32. A NaN passes through.
-fn weight(score: f32, top: f32) -> f32 {
-    let x = score - top;
-    return exp(select(x, -200.0, x < -200.0));
-}
-
 @compute @workgroup_size(LANES, ROWS)
 fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_id) thread: vec3<u32>) {
     let lane = thread.x;
@@ -87,7 +81,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_id) t
     for (var j = lane; j < last; j += LANES) {
         let bits = scores[base + j];
         if bits != HIDDEN {
-            sum += weight(bitcast<f32>(bits), top);
+            sum += exponential(bitcast<f32>(bits) - top);
         }
     }
     parts[slot] = sum;
@@ -100,14 +94,14 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_id) t
     workgroupBarrier();
     sum = parts[thread.y * LANES];
     if params.has_sinks != 0u {
-        sum += weight(sink, top);
+        sum += exponential(sink - top);
     }
 
     for (var j = lane; j < last; j += LANES) {
         let bits = scores[base + j];
         var result = 0.0;
         if bits != HIDDEN {
-            result = weight(bitcast<f32>(bits), top) / sum;
+            result = exponential(bitcast<f32>(bits) - top) / sum;
         }
         scores[base + j] = bitcast<u32>(result);
     }

@@ -1,7 +1,8 @@
 //! The operator: attention on tensors that are on the GPU already, recorded into the caller's encoder.
 
 use crate::{
-    AttentionInputs, AttentionOptions, AttentionOutputs, AttentionShape, DType, Error, Gpu, Mask, Result, Tensor,
+    AttentionInputs, AttentionOptions, AttentionOutputs, AttentionShape, DType, Error, Gpu, Mask, Result,
+    Tensor,
     gpu::Scratch,
     kernel::{Batch, Binding, Storage},
     kernels::{
@@ -125,7 +126,11 @@ impl Attention {
             Some(slopes) => Some(Tensor::upload(gpu, slopes, &[slopes.len()])?),
             None => None,
         };
-        Ok(Self { gpu: gpu.clone(), options, slopes })
+        Ok(Self {
+            gpu: gpu.clone(),
+            options,
+            slopes,
+        })
     }
 
     /// Its options.
@@ -150,7 +155,11 @@ impl Attention {
         for threads in crate::tuning::SOFTMAX_THREADS {
             gpu.kernel(&softmax::variant(threads))?;
         }
-        gpu.kernel(&weighted_sum::variant(Tile::of(gpu, Product::WeightedSum), storage, storage))?;
+        gpu.kernel(&weighted_sum::variant(
+            Tile::of(gpu, Product::WeightedSum),
+            storage,
+            storage,
+        ))?;
         Ok(())
     }
 
@@ -185,7 +194,11 @@ impl Attention {
         let shape = inputs.check(&self.gpu, &self.options)?;
         let [batch, heads, queries, keys] = shape.weights();
         let zeros = |wanted: bool, dtype, shape: &[usize]| {
-            if wanted { Tensor::zeros(&self.gpu, dtype, shape).map(Some) } else { Ok(None) }
+            if wanted {
+                Tensor::zeros(&self.gpu, dtype, shape).map(Some)
+            } else {
+                Ok(None)
+            }
         };
         let merged = [batch, queries, heads, shape.value_dim];
         let output = Tensor::zeros(&self.gpu, inputs.query.dtype(), &merged)?.permute(&[0, 2, 1, 3])?;
@@ -221,9 +234,22 @@ impl Attention {
         let gpu = &self.gpu;
         let shape = inputs.check(gpu, &self.options)?;
         let output = outputs.check(gpu, inputs, &shape)?;
-        let key = join(batch, "key", Scratch::Keys, inputs.past.map(|past| past.0), inputs.key, outputs.present_key)?;
-        let value =
-            join(batch, "value", Scratch::Values, inputs.past.map(|past| past.1), inputs.value, outputs.present_value)?;
+        let key = join(
+            batch,
+            "key",
+            Scratch::Keys,
+            inputs.past.map(|past| past.0),
+            inputs.key,
+            outputs.present_key,
+        )?;
+        let value = join(
+            batch,
+            "value",
+            Scratch::Values,
+            inputs.past.map(|past| past.1),
+            inputs.value,
+            outputs.present_value,
+        )?;
         if product(&[shape.batch, shape.heads, shape.queries]) == 0 {
             return Ok(());
         }
@@ -233,7 +259,12 @@ impl Attention {
         let value = operand(gpu, "value", &value)?;
         let (binding, start) = Binding::output(gpu, "output", &output)?;
         let (_, strides) = output.four_axes();
-        let output = Operand { binding, storage: Storage::of(gpu, output.dtype())?, start, strides };
+        let output = Operand {
+            binding,
+            storage: Storage::of(gpu, output.dtype())?,
+            start,
+            strides,
+        };
         let bound = self.bind_rule(inputs, &shape)?;
         let rows = scores::Inputs {
             query: &query,
@@ -251,14 +282,20 @@ impl Attention {
             }
             None => None,
         };
-        let lse = outputs.lse.map(|lse| Binding::output(gpu, "lse", lse)).transpose()?;
+        let lse = outputs
+            .lse
+            .map(|lse| Binding::output(gpu, "lse", lse))
+            .transpose()?;
 
         let all_scores = shape.scores().saturating_mul(4);
         let (chunks, weights) = if let Some(weights) = outputs.weights {
             (vec![whole(&shape)], Binding::output(gpu, "weights", weights)?)
         } else if outputs.mean_weights.is_some() {
             let scratch = gpu.scratch(Scratch::Weights, all_scores)?;
-            (vec![whole(&shape)], (Binding::prefix(gpu, "weights", &scratch, all_scores)?, 0))
+            (
+                vec![whole(&shape)],
+                (Binding::prefix(gpu, "weights", &scratch, all_scores)?, 0),
+            )
         } else {
             let chunks = chunks(gpu, &shape)?;
             let row = shape.keys as u64 * 4;
@@ -266,7 +303,10 @@ impl Attention {
             let scratch = gpu.scratch(Scratch::Scores, bytes)?;
             (chunks, (Binding::prefix(gpu, "scores", &scratch, bytes)?, 0))
         };
-        let (scores_tile, sum_tile) = (Tile::of(gpu, Product::Scores), Tile::of(gpu, Product::WeightedSum));
+        let (scores_tile, sum_tile) = (
+            Tile::of(gpu, Product::Scores),
+            Tile::of(gpu, Product::WeightedSum),
+        );
         for chunk in chunks {
             let (binding, start) = &weights;
             scores::push(batch, scores_tile, &shape, chunk, &rows, binding.clone(), *start)?;
@@ -274,7 +314,12 @@ impl Attention {
             weighted_sum::push(batch, sum_tile, &shape, chunk, weights.clone(), &value, &output)?;
         }
         if let Some(mean) = outputs.mean_weights {
-            mean_heads::push(batch, &shape, weights, Binding::output(gpu, "mean_weights", mean)?)?;
+            mean_heads::push(
+                batch,
+                &shape,
+                weights,
+                Binding::output(gpu, "mean_weights", mean)?,
+            )?;
         }
         Ok(())
     }
@@ -306,7 +351,8 @@ impl Attention {
             rule.mask_kind = mask.kind() as u32;
             rule.mask_keys = mask.covered_keys(maskable) as u32;
             let target = [shape.batch, shape.heads, shape.queries, maskable];
-            [rule.mask_batch, rule.mask_head, rule.mask_query, rule.mask_key] = mask.strides("mask", target)?;
+            [rule.mask_batch, rule.mask_head, rule.mask_query, rule.mask_key] =
+                mask.strides("mask", target)?;
         }
         let (key_mask, start) = bind("key_mask", inputs.key_mask.map(Mask::tensor))?;
         rule.key_mask_start = start;
@@ -322,7 +368,13 @@ impl Attention {
             rule.lengths_stride = lengths.tensor().strides()[0] as u32;
         }
         let (slopes, _) = bind("slopes", self.slopes.as_ref())?;
-        Ok(BoundRule { mask, key_mask, lengths, slopes, rule })
+        Ok(BoundRule {
+            mask,
+            key_mask,
+            lengths,
+            slopes,
+            rule,
+        })
     }
 }
 
@@ -337,7 +389,12 @@ struct BoundRule {
 fn operand(gpu: &Gpu, what: &str, tensor: &Tensor) -> Result<Operand> {
     let (binding, start) = Binding::tensor(gpu, what, tensor)?;
     let (_, strides) = tensor.four_axes();
-    Ok(Operand { binding, storage: Storage::of(gpu, tensor.dtype())?, start, strides })
+    Ok(Operand {
+        binding,
+        storage: Storage::of(gpu, tensor.dtype())?,
+        start,
+        strides,
+    })
 }
 
 /// Past and new entries one after the other along axis 2, in `present` if given and else in scratch; without a
@@ -373,13 +430,21 @@ fn join(
 }
 
 fn whole(shape: &AttentionShape) -> Chunk {
-    Chunk { first_head: 0, head_count: shape.batch * shape.heads, first_row: 0, rows: shape.queries }
+    Chunk {
+        first_head: 0,
+        head_count: shape.batch * shape.heads,
+        first_row: 0,
+        rows: shape.queries,
+    }
 }
 
 /// Cuts the rows into chunks whose scores fit the scratch: several heads each, or, if one head is too large,
 /// several rows of it.
 fn chunks(gpu: &Gpu, shape: &AttentionShape) -> Result<Vec<Chunk>> {
-    let allows = gpu.limits().max_storage_buffer_binding_size.min(gpu.limits().max_buffer_size);
+    let allows = gpu
+        .limits()
+        .max_storage_buffer_binding_size
+        .min(gpu.limits().max_buffer_size);
     let row = (shape.keys as u64 * 4).max(4);
     if row > allows {
         return Err(Error::Limit {

@@ -110,7 +110,9 @@ impl MultiHeadAttentionConfig {
     ///
     /// [`Error::Option`] with the numbers.
     pub fn validate(&self) -> Result<()> {
-        let Self { embed_dim, num_heads, .. } = *self;
+        let Self {
+            embed_dim, num_heads, ..
+        } = *self;
         if embed_dim == 0 || num_heads == 0 || embed_dim % num_heads != 0 {
             return Err(Error::Option(format!(
                 "embed_dim = {embed_dim}, num_heads = {num_heads}: both must be above 0 and embed_dim a multiple of num_heads"

@@ -38,7 +38,9 @@ pub enum Error {
     #[error("the device is lost ({0}): its buffers are gone, make a new Gpu and upload again")]
     DeviceLost(String),
     /// The device's memory is exhausted.
-    #[error("the device is out of memory while {during}: {bytes} bytes were asked for; drop tensors or call Gpu::release_scratch")]
+    #[error(
+        "the device is out of memory while {during}: {bytes} bytes were asked for; drop tensors or call Gpu::release_scratch"
+    )]
     OutOfMemory {
         /// What was being done.
         during: String,

@@ -217,14 +217,19 @@ impl Gpu {
     /// Adapter, backend and driver on one line.
     pub fn description(&self) -> String {
         let info = &self.inner.info;
-        format!("{} ({}, {} {})", info.name, info.backend, info.driver, info.driver_info)
+        format!(
+            "{} ({}, {} {})",
+            info.name, info.backend, info.driver, info.driver_info
+        )
     }
 
     /// A new command encoder.
     pub fn encoder(&self) -> wgpu::CommandEncoder {
         self.inner
             .device
-            .create_command_encoder(&wgpu::CommandEncoderDescriptor { label: Some("multihead") })
+            .create_command_encoder(&wgpu::CommandEncoderDescriptor {
+                label: Some("multihead"),
+            })
     }
 
     /// Finishes and submits an encoder, and frees what earlier submissions no longer need. Does not wait.
@@ -262,7 +267,10 @@ impl Gpu {
     pub fn wait(&self) -> Result<()> {
         self.inner
             .device
-            .poll(wgpu::PollType::Wait { submission_index: None, timeout: Some(WAIT) })
+            .poll(wgpu::PollType::Wait {
+                submission_index: None,
+                timeout: Some(WAIT),
+            })
             .map_err(|error| self.refused("waiting for the device", error.to_string()))?;
         self.check_alive()
     }
@@ -288,7 +296,10 @@ impl Gpu {
     }
 
     pub(crate) fn count_dispatches(&self, dispatches: u64) {
-        self.inner.counters.dispatches.fetch_add(dispatches, Ordering::Relaxed);
+        self.inner
+            .counters
+            .dispatches
+            .fetch_add(dispatches, Ordering::Relaxed);
     }
 
     pub(crate) fn absent(&self) -> &wgpu::Buffer {
@@ -328,7 +339,11 @@ impl Gpu {
             return Ok(buffer.clone());
         }
         scratch.remove(&slot);
-        let buffer = self.buffer(&format!("multihead scratch {slot:?}"), bytes, wgpu::BufferUsages::STORAGE)?;
+        let buffer = self.buffer(
+            &format!("multihead scratch {slot:?}"),
+            bytes,
+            wgpu::BufferUsages::STORAGE,
+        )?;
         scratch.insert(slot, buffer.clone());
         Ok(buffer)
     }
@@ -387,7 +402,9 @@ impl Gpu {
                 needs: size,
                 allows: self.inner.limits.max_buffer_size,
                 limit: "max_buffer_size",
-                advice: "make the call smaller, or open the device with the adapter's own limits as Gpu::new does".to_owned(),
+                advice:
+                    "make the call smaller, or open the device with the adapter's own limits as Gpu::new does"
+                        .to_owned(),
             });
         }
         Ok(size)
@@ -404,7 +421,10 @@ impl Gpu {
         match self.check_alive() {
             Err(lost) => lost,
             Ok(()) if !alive(&self.inner.device) => Error::DeviceLost(format!("while {during}: {message}")),
-            Ok(()) => Error::Wgpu { during: during.to_owned(), message },
+            Ok(()) => Error::Wgpu {
+                during: during.to_owned(),
+                message,
+            },
         }
     }
 
@@ -447,7 +467,10 @@ fn guarded<T>(
     let internal = pollster::block_on(internal.pop());
     let validation = pollster::block_on(validation.pop());
     if memory.is_some() {
-        return Err(Error::OutOfMemory { during: during.to_owned(), bytes });
+        return Err(Error::OutOfMemory {
+            during: during.to_owned(),
+            bytes,
+        });
     }
     let Some(error) = internal.or(validation) else {
         return Ok(value);
@@ -456,7 +479,10 @@ fn guarded<T>(
     Err(match known {
         Some(reason) => Error::DeviceLost(reason),
         None if !alive(device) => Error::DeviceLost(format!("while {during}")),
-        None => Error::Wgpu { during: during.to_owned(), message: error.to_string() },
+        None => Error::Wgpu {
+            during: during.to_owned(),
+            message: error.to_string(),
+        },
     })
 }
 
@@ -464,15 +490,22 @@ fn guarded<T>(
 async fn choose_adapter(instance: &wgpu::Instance) -> Result<wgpu::Adapter> {
     let backends = wgpu::Backends::from_env().unwrap_or(wgpu::Backends::all());
     let power = wgpu::PowerPreference::from_env().unwrap_or(wgpu::PowerPreference::HighPerformance);
-    let name = std::env::var("WGPU_ADAPTER_NAME").ok().filter(|name| !name.is_empty());
+    let name = std::env::var("WGPU_ADAPTER_NAME")
+        .ok()
+        .filter(|name| !name.is_empty());
     let found = match &name {
         Some(name) => {
             let adapters = instance.enumerate_adapters(backends).await;
             let wanted = name.to_lowercase();
-            adapters.into_iter().find(|adapter| adapter.get_info().name.to_lowercase().contains(&wanted))
+            adapters
+                .into_iter()
+                .find(|adapter| adapter.get_info().name.to_lowercase().contains(&wanted))
         }
         None => instance
-            .request_adapter(&wgpu::RequestAdapterOptions { power_preference: power, ..Default::default() })
+            .request_adapter(&wgpu::RequestAdapterOptions {
+                power_preference: power,
+                ..Default::default()
+            })
             .await
             .ok(),
     };
@@ -493,7 +526,10 @@ async fn choose_adapter(instance: &wgpu::Instance) -> Result<wgpu::Adapter> {
              the package mesa-vulkan-drivers, which also holds one that runs on the CPU)"
                 .to_owned()
         } else {
-            format!("There are: {}. Change or unset WGPU_BACKEND and WGPU_ADAPTER_NAME", there.join(", "))
+            format!(
+                "There are: {}. Change or unset WGPU_BACKEND and WGPU_ADAPTER_NAME",
+                there.join(", ")
+            )
         },
     })
 }

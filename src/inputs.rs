@@ -1,9 +1,6 @@
 //! What one attention call reads and writes.
 
-use crate::{
-    AttentionOptions, AttentionShape, DType, Error, Gpu, Result, Tensor,
-    shape::broadcast_strides,
-};
+use crate::{AttentionOptions, AttentionShape, DType, Error, Gpu, Result, Tensor, shape::broadcast_strides};
 
 /// A mask of scores, on the GPU. Booleans never travel bare: the constructor says what `true` means.
 ///
@@ -76,7 +73,11 @@ impl Mask {
                 )));
             }
         };
-        Ok(Self { tensor, kind, short_keys: false })
+        Ok(Self {
+            tensor,
+            kind,
+            short_keys: false,
+        })
     }
 
     /// [`Mask::keep`] of values that are uploaded.
@@ -125,12 +126,19 @@ impl Mask {
                 tensor.dtype()
             )));
         }
-        Ok(Self { tensor, kind, short_keys: false })
+        Ok(Self {
+            tensor,
+            kind,
+            short_keys: false,
+        })
     }
 
     /// The same kind of mask over another view.
     pub(crate) fn with_tensor(&self, tensor: Tensor) -> Self {
-        Self { tensor, ..self.clone() }
+        Self {
+            tensor,
+            ..self.clone()
+        }
     }
 
     pub(crate) fn kind(&self) -> MaskKind {
@@ -188,7 +196,10 @@ impl KvLengths {
         }
         let words: Vec<u32> = lengths.iter().map(|&length| length as u32).collect();
         let tensor = Tensor::upload(gpu, &words, &[lengths.len()])?;
-        Ok(Self { tensor, longest: Some(longest) })
+        Ok(Self {
+            tensor,
+            longest: Some(longest),
+        })
     }
 
     /// Lengths that only the GPU knows, `[B]` of [`DType::U32`]. Nobody can check them: the kernels take a length
@@ -199,12 +210,21 @@ impl KvLengths {
     /// [`Error::DType`] or [`Error::Shape`] if the tensor is not that.
     pub fn from_tensor(tensor: Tensor) -> Result<Self> {
         if tensor.dtype() != DType::U32 {
-            return Err(Error::DType(format!("key lengths of {:?}: use U32", tensor.dtype())));
+            return Err(Error::DType(format!(
+                "key lengths of {:?}: use U32",
+                tensor.dtype()
+            )));
         }
         if tensor.shape().len() != 1 {
-            return Err(Error::Shape(format!("key lengths of shape {:?}: use [batch]", tensor.shape())));
+            return Err(Error::Shape(format!(
+                "key lengths of shape {:?}: use [batch]",
+                tensor.shape()
+            )));
         }
-        Ok(Self { tensor, longest: None })
+        Ok(Self {
+            tensor,
+            longest: None,
+        })
     }
 
     pub(crate) fn tensor(&self) -> &Tensor {
@@ -267,7 +287,16 @@ pub struct AttentionInputs<'a> {
 impl<'a> AttentionInputs<'a> {
     /// Queries, keys and values alone.
     pub fn new(query: &'a Tensor, key: &'a Tensor, value: &'a Tensor) -> Self {
-        Self { query, key, value, mask: None, key_mask: None, kv_lengths: None, past: None, sinks: None }
+        Self {
+            query,
+            key,
+            value,
+            mask: None,
+            key_mask: None,
+            kv_lengths: None,
+            past: None,
+            sinks: None,
+        }
     }
 
     /// Adds a mask of scores.
@@ -356,7 +385,15 @@ impl<'a> AttentionInputs<'a> {
             expect("past key", key, [batch, kv_heads, past, head_dim])?;
             expect("past value", value, [batch, kv_heads, past, value_dim])?;
         }
-        let shape = AttentionShape { batch, heads, kv_heads, queries, keys: past + keys, head_dim, value_dim };
+        let shape = AttentionShape {
+            batch,
+            heads,
+            kv_heads,
+            queries,
+            keys: past + keys,
+            head_dim,
+            value_dim,
+        };
         shape.validate()?;
         Ok(shape)
     }
@@ -415,7 +452,10 @@ fn check_vector(what: &str, tensor: &Tensor, len: usize) -> Result<()> {
         return Err(Error::DType(format!("{what} of {:?}: use F32", tensor.dtype())));
     }
     if tensor.shape() != [len] {
-        return Err(Error::Shape(format!("{what} has shape {:?}, expected [{len}]", tensor.shape())));
+        return Err(Error::Shape(format!(
+            "{what} has shape {:?}, expected [{len}]",
+            tensor.shape()
+        )));
     }
     Ok(())
 }
@@ -454,7 +494,14 @@ pub struct AttentionOutputs<'a> {
 impl<'a> AttentionOutputs<'a> {
     /// The output alone.
     pub fn new(output: &'a Tensor) -> Self {
-        Self { output, lse: None, weights: None, mean_weights: None, present_key: None, present_value: None }
+        Self {
+            output,
+            lse: None,
+            weights: None,
+            mean_weights: None,
+            present_key: None,
+            present_value: None,
+        }
     }
 
     /// Asks for the log-sum-exp.
@@ -496,7 +543,12 @@ impl<'a> AttentionOutputs<'a> {
     }
 
     /// Checks the outputs against the call; gives the output as `[B, H, Lq, Dv]`.
-    pub(crate) fn check(&self, gpu: &Gpu, inputs: &AttentionInputs, shape: &AttentionShape) -> Result<Tensor> {
+    pub(crate) fn check(
+        &self,
+        gpu: &Gpu,
+        inputs: &AttentionInputs,
+        shape: &AttentionShape,
+    ) -> Result<Tensor> {
         for (name, tensor) in self.tensors() {
             check_device(gpu, name, tensor)?;
         }
@@ -525,9 +577,19 @@ impl<'a> AttentionOutputs<'a> {
         let [batch, heads, queries, keys] = full;
         expect_result("lse", self.lse, &[batch, heads, queries], DType::F32)?;
         expect_result("weights", self.weights, &full, DType::F32)?;
-        expect_result("mean_weights", self.mean_weights, &[batch, queries, keys], DType::F32)?;
+        expect_result(
+            "mean_weights",
+            self.mean_weights,
+            &[batch, queries, keys],
+            DType::F32,
+        )?;
         expect_result("present_key", self.present_key, &shape.key(), inputs.key.dtype())?;
-        expect_result("present_value", self.present_value, &shape.value(), inputs.value.dtype())?;
+        expect_result(
+            "present_value",
+            self.present_value,
+            &shape.value(),
+            inputs.value.dtype(),
+        )?;
         Ok(output)
     }
 }
@@ -542,7 +604,10 @@ fn expect_result(what: &str, tensor: Option<&Tensor>, shape: &[usize], dtype: DT
         )));
     }
     if tensor.dtype() != dtype {
-        return Err(Error::DType(format!("{what} is {:?}, expected {dtype:?}", tensor.dtype())));
+        return Err(Error::DType(format!(
+            "{what} is {:?}, expected {dtype:?}",
+            tensor.dtype()
+        )));
     }
     Ok(())
 }

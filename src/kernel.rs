@@ -36,7 +36,10 @@ impl Storage {
         let (word, value) = match self {
             Self::F32 => ("f32", format!("{name}[i]")),
             Self::F16 => ("f16", format!("f32({name}[i])")),
-            Self::Packed => ("u32", format!("unpack2x16float({name}[i >> 1u] >> (16u * (i & 1u))).x")),
+            Self::Packed => (
+                "u32",
+                format!("unpack2x16float({name}[i >> 1u] >> (16u * (i & 1u))).x"),
+            ),
         };
         format!("alias {name}_word = {word};\nfn load_{name}(i: u32) -> f32 {{ return {value}; }}\n")
     }
@@ -93,7 +96,13 @@ impl Variant {
     /// The whole WGSL text.
     pub(crate) fn source(&self) -> String {
         let mut source = String::new();
-        if self.inputs.iter().map(|(_, storage)| storage).chain(&self.output).any(|s| *s == Storage::F16) {
+        if self
+            .inputs
+            .iter()
+            .map(|(_, storage)| storage)
+            .chain(&self.output)
+            .any(|s| *s == Storage::F16)
+        {
             source.push_str("enable f16;\n");
         }
         for (name, value) in &self.constants {
@@ -148,8 +157,15 @@ impl Kernel {
             (pipeline, layout)
         });
         match built {
-            Ok((pipeline, layout)) => Ok(Self { label, pipeline, layout }),
-            Err(Error::Wgpu { message, .. }) => Err(Error::Shader { kernel: label, message }),
+            Ok((pipeline, layout)) => Ok(Self {
+                label,
+                pipeline,
+                layout,
+            }),
+            Err(Error::Wgpu { message, .. }) => Err(Error::Shader {
+                kernel: label,
+                message,
+            }),
             Err(other) => Err(other),
         }
     }
@@ -168,7 +184,11 @@ impl Binding {
     pub(crate) fn prefix(gpu: &Gpu, what: &str, buffer: &wgpu::Buffer, bytes: u64) -> Result<Self> {
         let size = bytes.next_multiple_of(4).clamp(4, buffer.size());
         check_binding(gpu, what, size)?;
-        Ok(Self { buffer: buffer.clone(), offset: 0, size })
+        Ok(Self {
+            buffer: buffer.clone(),
+            offset: 0,
+            size,
+        })
     }
 
     /// A tensor's range, with the element at which it starts in the binding: binding offsets are coarser than
@@ -182,7 +202,14 @@ impl Binding {
         let size = (tensor.offset() + tensor.extent_bytes() - offset).next_multiple_of(4);
         check_binding(gpu, what, size)?;
         let start = (tensor.offset() - offset) / tensor.dtype().size() as u64;
-        Ok((Self { buffer: tensor.buffer().clone(), offset, size }, start as u32))
+        Ok((
+            Self {
+                buffer: tensor.buffer().clone(),
+                offset,
+                size,
+            },
+            start as u32,
+        ))
     }
 
     /// [`Binding::tensor`] for a tensor that is written.
@@ -195,12 +222,20 @@ impl Binding {
 
     /// Stands for an input that is absent.
     pub(crate) fn absent(gpu: &Gpu) -> Self {
-        Self { buffer: gpu.absent().clone(), offset: 0, size: 16 }
+        Self {
+            buffer: gpu.absent().clone(),
+            offset: 0,
+            size: 16,
+        }
     }
 
     /// Stands for an output that is absent.
     pub(crate) fn absent_output(gpu: &Gpu) -> Self {
-        Self { buffer: gpu.absent_output().clone(), offset: 0, size: 16 }
+        Self {
+            buffer: gpu.absent_output().clone(),
+            offset: 0,
+            size: 16,
+        }
     }
 }
 
@@ -214,7 +249,8 @@ fn check_binding(gpu: &Gpu, what: &str, size: u64) -> Result<()> {
             needs: size,
             allows,
             limit: "max_storage_buffer_binding_size",
-            advice: "split the call by batch or by heads, or open the device with the adapter's own limits".to_owned(),
+            advice: "split the call by batch or by heads, or open the device with the adapter's own limits"
+                .to_owned(),
         });
     }
     Ok(())
@@ -244,7 +280,11 @@ pub(crate) struct Grid {
 
 impl<'a> Batch<'a> {
     pub(crate) fn new(gpu: &'a Gpu) -> Self {
-        Self { gpu, params: Vec::new(), calls: Vec::new() }
+        Self {
+            gpu,
+            params: Vec::new(),
+            calls: Vec::new(),
+        }
     }
 
     pub(crate) fn gpu(&self) -> &'a Gpu {
@@ -277,9 +317,13 @@ impl<'a> Batch<'a> {
         let rows = groups.div_ceil(most);
         let width = groups.div_ceil(rows) as u32;
         let alignment = (self.gpu.limits().min_uniform_buffer_offset_alignment as usize).max(16);
-        self.params.resize(self.params.len().next_multiple_of(alignment), 0);
+        self.params
+            .resize(self.params.len().next_multiple_of(alignment), 0);
         let start = self.params.len() as u64;
-        self.params.extend_from_slice(bytemuck::bytes_of(&params(Grid { groups: groups as u32, width })));
+        self.params.extend_from_slice(bytemuck::bytes_of(&params(Grid {
+            groups: groups as u32,
+            width,
+        })));
         self.calls.push(Call {
             kernel: self.gpu.kernel(variant)?,
             params: start,
@@ -302,7 +346,11 @@ impl<'a> Batch<'a> {
         let groups = gpu.guarded("binding a call's buffers", 0, || {
             let bind = |call: &Call| {
                 let range = |buffer, offset, size| {
-                    wgpu::BindingResource::Buffer(wgpu::BufferBinding { buffer, offset, size: NonZeroU64::new(size) })
+                    wgpu::BindingResource::Buffer(wgpu::BufferBinding {
+                        buffer,
+                        offset,
+                        size: NonZeroU64::new(size),
+                    })
                 };
                 let params = [range(&buffer, call.params, call.params_size)];
                 let inputs = call.bindings.iter().map(|b| range(&b.buffer, b.offset, b.size));

@@ -36,7 +36,10 @@ impl Linear {
     /// [`Error::Shape`], [`Error::DType`] or [`Error::WrongDevice`] if they do not fit.
     pub fn new(weight: Tensor, bias: Option<Tensor>) -> Result<Self> {
         let &[outputs, _] = weight.shape() else {
-            return Err(Error::Shape(format!("weight has shape {:?}, expected [out, in]", weight.shape())));
+            return Err(Error::Shape(format!(
+                "weight has shape {:?}, expected [out, in]",
+                weight.shape()
+            )));
         };
         Storage::of(weight.gpu(), weight.dtype())?;
         check_contiguous("weight", &weight)?;
@@ -106,7 +109,10 @@ impl Linear {
             check_device(gpu, name, tensor)?;
         }
         let (&[outputs, inputs], x_rows) = (self.weight.shape(), rows(x)) else {
-            return Err(Error::Shape(format!("weight has shape {:?}, expected [out, in]", self.weight.shape())));
+            return Err(Error::Shape(format!(
+                "weight has shape {:?}, expected [out, in]",
+                self.weight.shape()
+            )));
         };
         let mut expected = x.shape().to_vec();
         let Some((x_sizes, x_strides)) = x_rows.filter(|(sizes, _)| sizes[2] == inputs) else {
@@ -121,7 +127,10 @@ impl Linear {
         }
         let output_rows = rows(output).filter(|_| output.shape() == expected);
         let Some((_, output_strides)) = output_rows else {
-            return Err(Error::Shape(format!("output has shape {:?}, expected {expected:?}", output.shape())));
+            return Err(Error::Shape(format!(
+                "output has shape {:?}, expected {expected:?}",
+                output.shape()
+            )));
         };
         if output.overlaps_itself() {
             return Err(Error::Overlap(format!(
@@ -134,7 +143,12 @@ impl Linear {
         let bias_named = self.bias.iter().map(|bias| ("bias", bias));
         check_overlaps(inputs_named.chain(bias_named), [("output", output)].into_iter())?;
         let (binding, start) = Binding::output(gpu, "output", output)?;
-        let part = Part { start, batch: output_strides[0], head: 0, row: output_strides[1] };
+        let part = Part {
+            start,
+            batch: output_strides[0],
+            head: 0,
+            row: output_strides[1],
+        };
         linear::Linear {
             x: bind(gpu, "x", x)?,
             x_strides,
@@ -142,7 +156,11 @@ impl Linear {
             rows: x_sizes[1],
             inputs,
             weight: bind(gpu, "weight", &self.weight)?,
-            bias: self.bias.as_ref().map(|bias| bind(gpu, "bias", bias)).transpose()?,
+            bias: self
+                .bias
+                .as_ref()
+                .map(|bias| bind(gpu, "bias", bias))
+                .transpose()?,
             parts: &[(outputs, part)],
             head_dim: outputs,
             output_dim: output_strides[2],
@@ -175,7 +193,9 @@ pub(crate) fn rows(tensor: &Tensor) -> Option<([usize; 3], [u32; 3])> {
     let narrow = |stride: usize| stride as u32;
     match (tensor.shape(), tensor.strides()) {
         (&[rows, width], &[row, dim]) => Some(([1, rows, width], [0, row, dim].map(narrow))),
-        (&[batch, rows, width], &[outer, row, dim]) => Some(([batch, rows, width], [outer, row, dim].map(narrow))),
+        (&[batch, rows, width], &[outer, row, dim]) => {
+            Some(([batch, rows, width], [outer, row, dim].map(narrow)))
+        }
         _ => None,
     }
 }

@@ -28,7 +28,11 @@ impl Visibility {
         let right = side(options.window_right);
         Self {
             left: side(options.window_left),
-            right: if options.causal == Causal::None { right } else { right.min(0) },
+            right: if options.causal == Causal::None {
+                right
+            } else {
+                right.min(0)
+            },
             offset: options.query_offset as i32,
             bottom_right: options.causal == Causal::BottomRight || options.align == Align::BottomRight,
         }
@@ -36,7 +40,11 @@ impl Visibility {
 
     /// Position of query `query` of a sequence with `len` keys, always visible keys not counted.
     pub(crate) fn position(&self, query: usize, queries: usize, len: usize) -> i64 {
-        let aligned = if self.bottom_right { len as i64 - queries as i64 } else { 0 };
+        let aligned = if self.bottom_right {
+            len as i64 - queries as i64
+        } else {
+            0
+        };
         query as i64 + i64::from(self.offset) + aligned
     }
 
@@ -58,7 +66,9 @@ mod tests {
         (0..queries)
             .map(|query| {
                 let position = rule.position(query, queries, len);
-                (0..len).map(|key| if rule.sees(position, key) { 'x' } else { '.' }).collect()
+                (0..len)
+                    .map(|key| if rule.sees(position, key) { 'x' } else { '.' })
+                    .collect()
             })
             .collect()
     }
@@ -68,15 +78,27 @@ mod tests {
         let causal = |causal| AttentionOptions::new().causal(causal);
         assert_eq!(drawn(&causal(Causal::TopLeft), 2, 5), ["x....", "xx..."]);
         assert_eq!(drawn(&causal(Causal::BottomRight), 2, 5), ["xxxx.", "xxxxx"]);
-        assert_eq!(drawn(&causal(Causal::TopLeft), 5, 2), ["x.", "xx", "xx", "xx", "xx"]);
-        assert_eq!(drawn(&causal(Causal::BottomRight), 5, 2), ["..", "..", "..", "x.", "xx"]);
+        assert_eq!(
+            drawn(&causal(Causal::TopLeft), 5, 2),
+            ["x.", "xx", "xx", "xx", "xx"]
+        );
+        assert_eq!(
+            drawn(&causal(Causal::BottomRight), 5, 2),
+            ["..", "..", "..", "x.", "xx"]
+        );
     }
 
     #[test]
     fn windows_count_both_sides_without_the_query_itself() {
         let window = |left, right| AttentionOptions::new().window(left, right);
-        assert_eq!(drawn(&window(Some(1), Some(0)), 4, 4), ["x...", "xx..", ".xx.", "..xx"]);
-        assert_eq!(drawn(&window(Some(0), Some(1)), 4, 4), ["xx..", ".xx.", "..xx", "...x"]);
+        assert_eq!(
+            drawn(&window(Some(1), Some(0)), 4, 4),
+            ["x...", "xx..", ".xx.", "..xx"]
+        );
+        assert_eq!(
+            drawn(&window(Some(0), Some(1)), 4, 4),
+            ["xx..", ".xx.", "..xx", "...x"]
+        );
         assert_eq!(drawn(&window(None, Some(1)), 3, 4), ["xx..", "xxx.", "xxxx"]);
         let both = window(Some(1), Some(3)).causal(Causal::BottomRight);
         assert_eq!(drawn(&both, 2, 5), ["..xx.", "...xx"]);
@@ -86,7 +108,13 @@ mod tests {
     fn alignment_and_offset_move_positions_alone() {
         let window = AttentionOptions::new().window(Some(1), Some(0));
         assert_eq!(drawn(&window.clone().query_offset(2), 2, 5), [".xx..", "..xx."]);
-        assert_eq!(drawn(&window.clone().align(Align::BottomRight), 2, 5), ["..xx.", "...xx"]);
-        assert_eq!(drawn(&window.query_offset(-3), 4, 4), ["....", "....", "....", "x..."]);
+        assert_eq!(
+            drawn(&window.clone().align(Align::BottomRight), 2, 5),
+            ["..xx.", "...xx"]
+        );
+        assert_eq!(
+            drawn(&window.query_offset(-3), 4, 4),
+            ["....", "....", "....", "x..."]
+        );
     }
 }

@@ -1,8 +1,8 @@
 //! The layer: projections, attention, output projection, with PyTorch's weights and vocabulary.
 
 use crate::{
-    Attention, AttentionInputs, AttentionOptions, AttentionOutputs, Causal, DType, Error, Gpu, KvLengths, Mask,
-    MultiHeadAttentionConfig, Parameters, Result, Tensor,
+    Attention, AttentionInputs, AttentionOptions, AttentionOutputs, Causal, DType, Error, Gpu, KvLengths,
+    Mask, MultiHeadAttentionConfig, Parameters, Result, Tensor,
     gpu::Scratch,
     inputs::{check_device, check_overlaps},
     kernel::{Batch, Binding, Storage},
@@ -70,7 +70,10 @@ impl Projection {
             Self::Packed(weight, bias) => {
                 let size = weight.shape()[0] / 3;
                 let range = first * size..(first + count) * size;
-                let bias = bias.as_ref().map(|bias| bias.slice(0, range.clone())).transpose()?;
+                let bias = bias
+                    .as_ref()
+                    .map(|bias| bias.slice(0, range.clone()))
+                    .transpose()?;
                 Ok((weight.slice(0, range)?, bias))
             }
             Self::Separate(weights, biases) => Ok((weights[first].clone(), biases[first].clone())),
@@ -206,7 +209,11 @@ pub struct MultiHeadOutputs<'a> {
 impl<'a> MultiHeadOutputs<'a> {
     /// The output alone.
     pub fn new(output: &'a Tensor) -> Self {
-        Self { output, weights: None, mean_weights: None }
+        Self {
+            output,
+            weights: None,
+            mean_weights: None,
+        }
     }
 
     /// Asks for the weights of each head.
@@ -222,9 +229,13 @@ impl<'a> MultiHeadOutputs<'a> {
     }
 
     fn tensors(&self) -> impl Iterator<Item = (&'static str, &'a Tensor)> {
-        [("output", Some(self.output)), ("weights", self.weights), ("mean_weights", self.mean_weights)]
-            .into_iter()
-            .filter_map(|(name, tensor)| tensor.map(|tensor| (name, tensor)))
+        [
+            ("output", Some(self.output)),
+            ("weights", self.weights),
+            ("mean_weights", self.mean_weights),
+        ]
+        .into_iter()
+        .filter_map(|(name, tensor)| tensor.map(|tensor| (name, tensor)))
     }
 }
 
@@ -279,7 +290,10 @@ impl MultiHeadAttention {
                 (Some(q), Some(k), Some(v)) => Some([&q[..], k, v].concat()),
                 _ => None,
             };
-            Projection::Packed(upload(&weight, &[3 * embed, embed])?, vector(&bias, &[3 * embed])?)
+            Projection::Packed(
+                upload(&weight, &[3 * embed, embed])?,
+                vector(&bias, &[3 * embed])?,
+            )
         } else {
             Projection::Separate(
                 [
@@ -294,13 +308,20 @@ impl MultiHeadAttention {
                 ],
             )
         };
-        let output = Linear::new(upload(&p.out_proj_weight, &[embed, embed])?, vector(&p.out_proj_bias, &[embed])?)?;
+        let output = Linear::new(
+            upload(&p.out_proj_weight, &[embed, embed])?,
+            vector(&p.out_proj_bias, &[embed])?,
+        )?;
         let per_head = [1, config.num_heads, 1, config.head_dim()];
         let bias_kv = match (vector(&p.bias_k, &per_head)?, vector(&p.bias_v, &per_head)?) {
             (Some(key), Some(value)) => Some([key, value]),
             _ => None,
         };
-        let zero = if config.add_zero_attn { Some(Tensor::upload(gpu, &[0.0f32], &[1, 1, 1, 1])?) } else { None };
+        let zero = if config.add_zero_attn {
+            Some(Tensor::upload(gpu, &[0.0f32], &[1, 1, 1, 1])?)
+        } else {
+            None
+        };
         let options = |causal| AttentionOptions {
             causal,
             always_visible_keys: config.extra_keys(),
@@ -311,7 +332,15 @@ impl MultiHeadAttention {
             Attention::new(gpu, options(Causal::TopLeft))?,
             Attention::new(gpu, options(Causal::BottomRight))?,
         ];
-        Ok(Self { gpu: gpu.clone(), config, projection, output, bias_kv, zero, attention })
+        Ok(Self {
+            gpu: gpu.clone(),
+            config,
+            projection,
+            output,
+            bias_kv,
+            zero,
+            attention,
+        })
     }
 
     /// A layer whose parameters are drawn from PyTorch's distributions ([`Parameters::init`]).
@@ -359,10 +388,26 @@ impl MultiHeadAttention {
         let gpu = &self.gpu;
         let activations = Storage::of(gpu, dtype)?;
         let parameters = Storage::of(gpu, self.config.dtype)?;
-        let bias = if self.config.bias { parameters } else { Storage::F32 };
+        let bias = if self.config.bias {
+            parameters
+        } else {
+            Storage::F32
+        };
         let tile = Tile::of(gpu, Product::Linear);
-        gpu.kernel(&linear::variant(tile, activations, parameters, bias, Storage::F32))?;
-        gpu.kernel(&linear::variant(tile, Storage::F32, parameters, bias, activations))?;
+        gpu.kernel(&linear::variant(
+            tile,
+            activations,
+            parameters,
+            bias,
+            Storage::F32,
+        ))?;
+        gpu.kernel(&linear::variant(
+            tile,
+            Storage::F32,
+            parameters,
+            bias,
+            activations,
+        ))?;
         if self.bias_kv.is_some() {
             gpu.kernel(&copy::variant(parameters, Storage::F32))?;
         }
@@ -379,7 +424,9 @@ impl MultiHeadAttention {
     /// As [`MultiHeadAttention::record`] and [`Tensor::download`].
     pub fn forward_host(&self, x: &[f32], shape: &[usize]) -> Result<Vec<f32>> {
         let x = Tensor::upload(&self.gpu, x, shape)?;
-        self.forward(&MultiHeadInputs::new(&x), NeedWeights::No)?.output.download()
+        self.forward(&MultiHeadInputs::new(&x), NeedWeights::No)?
+            .output
+            .download()
     }
 
     /// Allocates the outputs, of the query's type, records the call, and submits it. Does not wait; downloads do.
@@ -392,7 +439,11 @@ impl MultiHeadAttention {
         let sizes = self.sizes(inputs)?;
         let output = Tensor::zeros(gpu, inputs.query.dtype(), inputs.query.shape())?;
         let batch = if sizes.batched { vec![sizes.batch] } else { vec![] };
-        let heads = if need_weights == NeedWeights::PerHead { vec![self.config.num_heads] } else { vec![] };
+        let heads = if need_weights == NeedWeights::PerHead {
+            vec![self.config.num_heads]
+        } else {
+            vec![]
+        };
         let weights_shape = [batch, heads, vec![sizes.queries, sizes.all_keys]].concat();
         let weights = match need_weights {
             NeedWeights::No => None,
@@ -451,14 +502,24 @@ impl MultiHeadAttention {
         if let Some(bias_kv) = &self.bias_kv {
             for (source, target) in bias_kv.iter().zip([&key, &value]) {
                 let target = behind(target, row)?;
-                copy::push(batch, "bias_k or bias_v", &source.broadcast_to(target.shape())?, &target)?;
+                copy::push(
+                    batch,
+                    "bias_k or bias_v",
+                    &source.broadcast_to(target.shape())?,
+                    &target,
+                )?;
             }
             row += 1;
         }
         if let Some(zero) = &self.zero {
             for target in [&key, &value] {
                 let target = behind(target, row)?;
-                copy::push(batch, "the key of zeros", &zero.broadcast_to(target.shape())?, &target)?;
+                copy::push(
+                    batch,
+                    "the key of zeros",
+                    &zero.broadcast_to(target.shape())?,
+                    &target,
+                )?;
             }
         }
 
@@ -467,7 +528,11 @@ impl MultiHeadAttention {
         let context = Tensor::of_scratch(gpu, gpu.scratch(Scratch::Context, bytes)?, 0, DType::F32, &merged)?;
         let key_padding_mask = self.key_padding_mask(inputs, sizes)?;
         let with_batch = |tensor: &Tensor| {
-            if sizes.batched { Ok(tensor.clone()) } else { tensor.reshape(&[&[1], tensor.shape()].concat()) }
+            if sizes.batched {
+                Ok(tensor.clone())
+            } else {
+                tensor.reshape(&[&[1], tensor.shape()].concat())
+            }
         };
         let weights = outputs.weights.map(with_batch).transpose()?;
         let mean_weights = outputs.mean_weights.map(with_batch).transpose()?;
@@ -481,7 +546,11 @@ impl MultiHeadAttention {
         let causal = inputs.causal.unwrap_or(config.attention.causal);
         self.attention[causal as usize].prepare(batch, &attention_inputs, &attention_outputs)?;
 
-        let context = if sizes.batched { context } else { context.reshape(&merged[1..])? };
+        let context = if sizes.batched {
+            context
+        } else {
+            context.reshape(&merged[1..])?
+        };
         self.output.prepare(batch, &context, outputs.output)
     }
 
@@ -517,18 +586,35 @@ impl MultiHeadAttention {
             let count = 1 + (first + 1..3).take_while(same).count();
             let (weight, bias) = self.projection.get(first, count)?;
             let Some((x_sizes, x_strides)) = rows(sources[first]) else {
-                return Err(Error::Shape(format!("{:?}: use [B, L, E] or [L, E]", sources[first].shape())));
+                return Err(Error::Shape(format!(
+                    "{:?}: use [B, L, E] or [L, E]",
+                    sources[first].shape()
+                )));
             };
             let (binding, starts) = if fits {
                 let whole = Binding::prefix(gpu, "projected q, k, v", tensors[0].buffer(), together)?;
-                (whole, [0, bytes[0], bytes[0] + bytes[1]].map(|byte| (byte / 4) as u32))
+                (
+                    whole,
+                    [0, bytes[0], bytes[0] + bytes[1]].map(|byte| (byte / 4) as u32),
+                )
             } else {
-                (Binding::tensor(gpu, "projected q, k or v", &tensors[first])?.0, [0; 3])
+                (
+                    Binding::tensor(gpu, "projected q, k or v", &tensors[first])?.0,
+                    [0; 3],
+                )
             };
             let parts: Vec<(usize, Part)> = (first..first + count)
                 .map(|index| {
                     let (_, [batch, head, row, _]) = tensors[index].four_axes();
-                    (self.config.embed_dim, Part { start: starts[index], batch, head, row })
+                    (
+                        self.config.embed_dim,
+                        Part {
+                            start: starts[index],
+                            batch,
+                            head,
+                            row,
+                        },
+                    )
                 })
                 .collect();
             linear::Linear {
@@ -538,7 +624,10 @@ impl MultiHeadAttention {
                 rows: x_sizes[1],
                 inputs: x_sizes[2],
                 weight: bind(gpu, "projection weight", &weight)?,
-                bias: bias.as_ref().map(|bias| bind(gpu, "projection bias", bias)).transpose()?,
+                bias: bias
+                    .as_ref()
+                    .map(|bias| bind(gpu, "projection bias", bias))
+                    .transpose()?,
                 parts: &parts,
                 head_dim,
                 output_dim: 1,
@@ -551,11 +640,15 @@ impl MultiHeadAttention {
     }
 
     fn key_padding_mask(&self, inputs: &MultiHeadInputs, sizes: Sizes) -> Result<Option<Mask>> {
-        let Some(mask) = inputs.key_padding_mask else { return Ok(None) };
+        let Some(mask) = inputs.key_padding_mask else {
+            return Ok(None);
+        };
         if sizes.batched || mask.tensor().shape() != [sizes.keys] {
             return Ok(Some(mask.clone()));
         }
-        Ok(Some(mask.with_tensor(mask.tensor().broadcast_to(&[1, sizes.keys])?)))
+        Ok(Some(
+            mask.with_tensor(mask.tensor().broadcast_to(&[1, sizes.keys])?),
+        ))
     }
 
     /// Checks the inputs against the configuration and each other.
@@ -578,9 +671,10 @@ impl MultiHeadAttention {
         let keys = inputs.key().shape().iter().rev().nth(1).copied().unwrap_or(0);
         let batch_axis = if rank == 3 { vec![batch] } else { vec![] };
         let expected = |width: usize| [&batch_axis[..], &[keys, width]].concat();
-        for (name, tensor, width, size_name) in
-            [("key", inputs.key(), config.kdim, "kdim"), ("value", inputs.value(), config.vdim, "vdim")]
-        {
+        for (name, tensor, width, size_name) in [
+            ("key", inputs.key(), config.kdim, "kdim"),
+            ("value", inputs.value(), config.vdim, "vdim"),
+        ] {
             if tensor.shape() != expected(width) {
                 return Err(Error::Shape(format!(
                     "{name} has shape {:?}, expected {:?}: query {:?}, {size_name} {width}",
@@ -590,9 +684,19 @@ impl MultiHeadAttention {
                 )));
             }
         }
-        for (name, tensor) in [("query", inputs.query), ("key", inputs.key()), ("value", inputs.value())] {
+        for (name, tensor) in [
+            ("query", inputs.query),
+            ("key", inputs.key()),
+            ("value", inputs.value()),
+        ] {
             check_float(name, tensor)?;
         }
-        Ok(Sizes { batched: rank == 3, batch, queries, keys, all_keys: keys + config.extra_keys() })
+        Ok(Sizes {
+            batched: rank == 3,
+            batch,
+            queries,
+            keys,
+            all_keys: keys + config.extra_keys(),
+        })
     }
 }

@@ -136,11 +136,16 @@ impl AttentionOptions {
             return refuse(format!("scale = {scale}: must be finite"));
         }
         if let Some(cap) = self.softcap.filter(|cap| !(cap.is_finite() && *cap > 0.0)) {
-            return refuse(format!("softcap = {cap}: must be finite and above 0; leave it out for no cap"));
+            return refuse(format!(
+                "softcap = {cap}: must be finite and above 0; leave it out for no cap"
+            ));
         }
         if let Some(slopes) = &self.alibi_slopes {
             if slopes.len() != heads {
-                return refuse(format!("{} ALiBi slopes for {heads} query heads: give one per head", slopes.len()));
+                return refuse(format!(
+                    "{} ALiBi slopes for {heads} query heads: give one per head",
+                    slopes.len()
+                ));
             }
             if let Some(slope) = slopes.iter().find(|slope| !slope.is_finite()) {
                 return refuse(format!("ALiBi slope {slope}: must be finite"));
@@ -158,6 +163,7 @@ impl AttentionOptions {
 
     /// The factor of the dot products for heads of `head_dim`, rounded once from f64.
     pub fn scale_for(&self, head_dim: usize) -> f32 {
-        self.scale.unwrap_or_else(|| (1.0 / (head_dim.max(1) as f64).sqrt()) as f32)
+        self.scale
+            .unwrap_or_else(|| (1.0 / (head_dim.max(1) as f64).sqrt()) as f32)
     }
 }

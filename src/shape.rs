@@ -129,7 +129,13 @@ pub const MAX_AXIS: usize = 1 << 29;
 pub(crate) fn product(shape: &[usize]) -> u64 {
     shape
         .iter()
-        .try_fold(1u64, |n, &axis| if axis == 0 { Some(0) } else { n.checked_mul(axis as u64) })
+        .try_fold(1u64, |n, &axis| {
+            if axis == 0 {
+                Some(0)
+            } else {
+                n.checked_mul(axis as u64)
+            }
+        })
         .unwrap_or(if shape.contains(&0) { 0 } else { u64::MAX })
 }
 
@@ -159,7 +165,9 @@ pub(crate) fn broadcast_strides(
             let short = back == 0 && short_last && axis < target[at];
             if axis != target[at] && !short {
                 return if back == 0 && axis < target[at] {
-                    refuse("a last axis that is shorter than the keys is accepted after Mask::with_short_keys only")
+                    refuse(
+                        "a last axis that is shorter than the keys is accepted after Mask::with_short_keys only",
+                    )
                 } else {
                     refuse("each axis must be 1 or equal the target's")
                 };

@@ -61,7 +61,11 @@ impl Layout {
                 "shape {shape:?} with strides {strides:?}: a tensor has at most {MAX_RANK} axes and one stride for each"
             )));
         }
-        let mut layout = Self { rank: shape.len(), shape: [1; MAX_RANK], strides: [0; MAX_RANK] };
+        let mut layout = Self {
+            rank: shape.len(),
+            shape: [1; MAX_RANK],
+            strides: [0; MAX_RANK],
+        };
         layout.shape[..shape.len()].copy_from_slice(shape);
         layout.strides[..shape.len()].copy_from_slice(strides);
         Ok(layout)
@@ -84,20 +88,28 @@ impl Layout {
         if self.len() == 0 {
             return 0;
         }
-        self.shape().iter().zip(self.strides()).fold(1u64, |extent, (&size, &stride)| {
-            extent.saturating_add((size as u64 - 1).saturating_mul(stride as u64))
-        })
+        self.shape()
+            .iter()
+            .zip(self.strides())
+            .fold(1u64, |extent, (&size, &stride)| {
+                extent.saturating_add((size as u64 - 1).saturating_mul(stride as u64))
+            })
     }
 
     /// Whether the elements lie row by row without gaps.
     fn is_contiguous(&self) -> bool {
         let mut expected = 1u64;
         self.len() == 0
-            || self.shape().iter().zip(self.strides()).rev().all(|(&size, &stride)| {
-                let fits = size == 1 || stride as u64 == expected;
-                expected = expected.saturating_mul(size as u64);
-                fits
-            })
+            || self
+                .shape()
+                .iter()
+                .zip(self.strides())
+                .rev()
+                .all(|(&size, &stride)| {
+                    let fits = size == 1 || stride as u64 == expected;
+                    expected = expected.saturating_mul(size as u64);
+                    fits
+                })
     }
 
     /// Whether two different elements may share memory (a broadcast view): such a tensor cannot be written.
@@ -148,7 +160,13 @@ impl Tensor {
         }
         let bytes = bytemuck::cast_slice(values);
         let buffer = gpu.buffer_with("multihead tensor", 0, own_usages(), bytes)?;
-        Ok(Self { gpu: gpu.clone(), buffer, offset: 0, dtype: T::DTYPE, layout })
+        Ok(Self {
+            gpu: gpu.clone(),
+            buffer,
+            offset: 0,
+            dtype: T::DTYPE,
+            layout,
+        })
     }
 
     /// A new tensor of zeros.
@@ -160,7 +178,13 @@ impl Tensor {
         let layout = Layout::contiguous(shape)?;
         let bytes = layout.len().saturating_mul(dtype.size() as u64);
         let buffer = gpu.buffer("multihead tensor", bytes, own_usages())?;
-        Ok(Self { gpu: gpu.clone(), buffer, offset: 0, dtype, layout })
+        Ok(Self {
+            gpu: gpu.clone(),
+            buffer,
+            offset: 0,
+            dtype,
+            layout,
+        })
     }
 
     /// A view of the caller's buffer from byte `offset` on, row-major. Nothing is copied.
@@ -208,7 +232,10 @@ impl Tensor {
                 dtype.size()
             ));
         }
-        let end = layout.extent().saturating_mul(dtype.size() as u64).saturating_add(offset);
+        let end = layout
+            .extent()
+            .saturating_mul(dtype.size() as u64)
+            .saturating_add(offset);
         if end > buffer.size() {
             return refuse(format!(
                 "shape {shape:?} of {dtype:?} with strides {strides:?} at byte {offset} ends at byte {end}, \
@@ -223,7 +250,13 @@ impl Tensor {
                 buffer.size().next_multiple_of(4)
             ));
         }
-        let tensor = Self { gpu: gpu.clone(), buffer: buffer.clone(), offset, dtype, layout };
+        let tensor = Self {
+            gpu: gpu.clone(),
+            buffer: buffer.clone(),
+            offset,
+            dtype,
+            layout,
+        };
         if buffer.size() != 0 {
             tensor.check_device()?;
         }
@@ -281,7 +314,13 @@ impl Tensor {
         dtype: DType,
         shape: &[usize],
     ) -> Result<Self> {
-        Ok(Self { gpu: gpu.clone(), buffer, offset, dtype, layout: Layout::contiguous(shape)? })
+        Ok(Self {
+            gpu: gpu.clone(),
+            buffer,
+            offset,
+            dtype,
+            layout: Layout::contiguous(shape)?,
+        })
     }
 
     /// The device that it lives on.
@@ -340,7 +379,9 @@ impl Tensor {
             (&[rows, width], &[row, one]) => (1, 0, rows, row, width, one),
             (&[batch, rows, width], &[outer, row, one]) => (batch, outer, rows, row, width, one),
             (shape, _) => {
-                return Err(Error::Shape(format!("split_heads of shape {shape:?}: use [B, L, H D] or [L, H D]")));
+                return Err(Error::Shape(format!(
+                    "split_heads of shape {shape:?}: use [B, L, H D] or [L, H D]"
+                )));
             }
         };
         if heads == 0 || width % heads != 0 {
@@ -364,7 +405,10 @@ impl Tensor {
     pub fn merge_heads(&self) -> Result<Self> {
         let (&[batch, heads, rows, head_dim], &[outer, head, row, stride]) = (self.shape(), self.strides())
         else {
-            return Err(Error::Shape(format!("merge_heads of shape {:?}: use [B, H, L, D]", self.shape())));
+            return Err(Error::Shape(format!(
+                "merge_heads of shape {:?}: use [B, H, L, D]",
+                self.shape()
+            )));
         };
         let follows = heads <= 1 || self.is_empty() || head == head_dim * stride;
         if !follows {
@@ -373,7 +417,10 @@ impl Tensor {
                  only a head-merged layout [B, L, H, D] can be viewed as [B, L, H D]"
             )));
         }
-        self.with_layout(Layout::strided(&[batch, rows, heads * head_dim], &[outer, row, stride])?)
+        self.with_layout(Layout::strided(
+            &[batch, rows, heads * head_dim],
+            &[outer, row, stride],
+        )?)
     }
 
     /// The same elements with the axes in another order: axis `i` of the result is axis `axes[i]` of this one.
@@ -443,12 +490,15 @@ impl Tensor {
         let missing = shape.len().checked_sub(self.layout.rank);
         let mut strides = vec![0; shape.len()];
         let fits = missing.is_some_and(|missing| {
-            self.shape().iter().zip(self.strides()).zip(&shape[missing..]).enumerate().all(
-                |(axis, ((&size, &stride), &wanted))| {
+            self.shape()
+                .iter()
+                .zip(self.strides())
+                .zip(&shape[missing..])
+                .enumerate()
+                .all(|(axis, ((&size, &stride), &wanted))| {
                     strides[missing + axis] = if size == wanted { stride } else { 0 };
                     size == wanted || size == 1
-                },
-            )
+                })
         });
         if !fits {
             return Err(Error::Shape(format!(
@@ -460,7 +510,10 @@ impl Tensor {
     }
 
     fn with_layout(&self, layout: Layout) -> Result<Self> {
-        Ok(Self { layout, ..self.clone() })
+        Ok(Self {
+            layout,
+            ..self.clone()
+        })
     }
 
     /// Copies the values to the host in row-major order. Submits, and waits for all that was submitted before.
@@ -522,11 +575,22 @@ impl Tensor {
                 let _ = sender.send(result);
             });
         })?;
-        Ok(Some(Pending { staging, bytes, skip: (self.offset - start) as usize, receiver }))
+        Ok(Some(Pending {
+            staging,
+            bytes,
+            skip: (self.offset - start) as usize,
+            receiver,
+        }))
     }
 
     async fn finish_download<T: Element>(&self, pending: Option<Pending>) -> Result<Vec<T>> {
-        let Some(Pending { staging, bytes, skip, receiver }) = pending else {
+        let Some(Pending {
+            staging,
+            bytes,
+            skip,
+            receiver,
+        }) = pending
+        else {
             return Ok(Vec::new());
         };
         let during = "downloading a tensor";
@@ -544,13 +608,20 @@ impl Tensor {
             // The mapped bytes need not be aligned for T.
             return Ok(bytemuck::pod_collect_to_vec(&values[..self.len() * size]));
         }
-        Ok(self.layout.offsets().map(|at| bytemuck::pod_read_unaligned(&values[at * size..][..size])).collect())
+        Ok(self
+            .layout
+            .offsets()
+            .map(|at| bytemuck::pod_read_unaligned(&values[at * size..][..size]))
+            .collect())
     }
 
     /// Shape and strides as a kernel takes them: padded with axes of 1 on the right. Sizes were checked against
     /// a binding, whose elements 32 bits count.
     pub(crate) fn four_axes(&self) -> ([u32; MAX_RANK], [u32; MAX_RANK]) {
-        (self.layout.shape.map(|size| size as u32), self.layout.strides.map(|stride| stride as u32))
+        (
+            self.layout.shape.map(|size| size as u32),
+            self.layout.strides.map(|stride| stride as u32),
+        )
     }
 
     /// Bytes from the first element to the last.

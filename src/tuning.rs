@@ -45,7 +45,8 @@ impl Tile {
     /// The tile for a product on this device.
     pub(crate) fn of(gpu: &Gpu, product: Product) -> Self {
         let software = gpu.info().device_type == wgpu::DeviceType::Cpu;
-        let subgroups = gpu.features().contains(wgpu::Features::SUBGROUP) && gpu.info().subgroup_min_size >= 4;
+        let subgroups =
+            gpu.features().contains(wgpu::Features::SUBGROUP) && gpu.info().subgroup_min_size >= 4;
         match (software, subgroups) {
             (true, true) => Self::software(product, gpu.info().subgroup_min_size),
             (true, false) => Self::SOFTWARE_WORKGROUP,
@@ -57,29 +58,52 @@ impl Tile {
     /// run at less than half the speed. The subgroup's smallest size caps the lanes.
     fn software(_product: Product, subgroup_min_size: u32) -> Self {
         let lanes = if subgroup_min_size >= 8 { 8 } else { 4 };
-        Self::Subgroup { rows: 12, cols: 2, lanes, workgroup: 16 }
+        Self::Subgroup {
+            rows: 12,
+            cols: 2,
+            lanes,
+            workgroup: 16,
+        }
     }
 
     /// Software adapters without subgroups: the most sums per thread whose pipeline still builds in a second.
-    const SOFTWARE_WORKGROUP: Self =
-        Self::Workgroup { rows: 8, cols: 4, thread_rows: 8, thread_cols: 8, depth: 32 };
+    const SOFTWARE_WORKGROUP: Self = Self::Workgroup {
+        rows: 8,
+        cols: 4,
+        thread_rows: 8,
+        thread_cols: 8,
+        depth: 32,
+    };
 
     /// 64 by 64 outputs from 8.4 KiB of workgroup memory and 256 threads: inside the limits that WebGPU
     /// guarantees.
-    const GPU: Self = Self::Workgroup { rows: 4, cols: 4, thread_rows: 16, thread_cols: 16, depth: 16 };
+    const GPU: Self = Self::Workgroup {
+        rows: 4,
+        cols: 4,
+        thread_rows: 16,
+        thread_cols: 16,
+        depth: 16,
+    };
 
     /// Every tile that can be chosen, for tests.
     #[cfg(test)]
     pub(crate) fn all() -> Vec<Self> {
         let product = Product::Linear;
-        vec![Self::software(product, 4), Self::software(product, 8), Self::SOFTWARE_WORKGROUP, Self::GPU]
+        vec![
+            Self::software(product, 4),
+            Self::software(product, 8),
+            Self::SOFTWARE_WORKGROUP,
+            Self::GPU,
+        ]
     }
 
     /// Rows of the tile.
     pub(crate) fn rows(self) -> u32 {
         match self {
             Self::Subgroup { rows, .. } => rows,
-            Self::Workgroup { rows, thread_rows, .. } => rows * thread_rows,
+            Self::Workgroup {
+                rows, thread_rows, ..
+            } => rows * thread_rows,
         }
     }
 
@@ -87,17 +111,35 @@ impl Tile {
     pub(crate) fn cols(self) -> u32 {
         match self {
             Self::Subgroup { cols, workgroup, .. } => cols * workgroup,
-            Self::Workgroup { cols, thread_cols, .. } => cols * thread_cols,
+            Self::Workgroup {
+                cols, thread_cols, ..
+            } => cols * thread_cols,
         }
     }
 
     /// The constants that its shader wants.
     pub(crate) fn constants(self) -> Vec<(&'static str, u32)> {
         match self {
-            Self::Subgroup { rows, cols, lanes, workgroup } => {
-                vec![("ROWS", rows), ("COLS", cols), ("LANES", lanes), ("WORKGROUP", workgroup)]
+            Self::Subgroup {
+                rows,
+                cols,
+                lanes,
+                workgroup,
+            } => {
+                vec![
+                    ("ROWS", rows),
+                    ("COLS", cols),
+                    ("LANES", lanes),
+                    ("WORKGROUP", workgroup),
+                ]
             }
-            Self::Workgroup { rows, cols, thread_rows, thread_cols, depth } => vec![
+            Self::Workgroup {
+                rows,
+                cols,
+                thread_rows,
+                thread_cols,
+                depth,
+            } => vec![
                 ("ROWS", rows),
                 ("COLS", cols),
                 ("THREAD_ROWS", thread_rows),

@@ -90,7 +90,7 @@ fn hyperbolic_tangent(x: f32) -> f32 {
             + z * (2.0 / 15.0 + z * (-17.0 / 315.0 + z * (62.0 / 2835.0 - z * (1382.0 / 155925.0))));
         return x + x * z * series;
     }
-    let far = 1.0 - 2.0 / (exp(2.0 * select(size, 15.0, size > 15.0)) + 1.0);
+    let far = 1.0 - 2.0 / (exponential(2.0 * select(size, 15.0, size > 15.0)) + 1.0);
     return select(far, -far, x < 0.0);
 }
 

@@ -46,7 +46,10 @@ pub(crate) fn push(batch: &mut Batch, what: &str, source: &Tensor, output: &Tens
     let elements = product(source.shape());
     let (from, source_start) = Binding::tensor(gpu, what, source)?;
     let (to, output_start) = Binding::output(gpu, what, output)?;
-    let variant = variant(Storage::of(gpu, source.dtype())?, Storage::of(gpu, output.dtype())?);
+    let variant = variant(
+        Storage::of(gpu, source.dtype())?,
+        Storage::of(gpu, output.dtype())?,
+    );
     let (shape, source_strides) = source.four_axes();
     let (_, output_strides) = output.four_axes();
     let [source_0, source_1, source_2, source_3] = source_strides;

@@ -85,17 +85,23 @@ impl Linear<'_> {
         let outputs: usize = self.parts.iter().map(|(columns, _)| columns).sum();
         let all_rows = self.batch as u64 * self.rows as u64;
         let col_tiles = tiles(outputs, tile.cols());
-        let groups = all_rows.div_ceil(u64::from(tile.rows())).saturating_mul(col_tiles);
+        let groups = all_rows
+            .div_ceil(u64::from(tile.rows()))
+            .saturating_mul(col_tiles);
         let (x, x_storage, x_start) = self.x;
         let (weight, weight_storage, weight_start) = self.weight;
         let has_bias = self.bias.is_some();
-        let (bias, bias_storage, bias_start) =
-            self.bias.unwrap_or_else(|| (Binding::absent(batch.gpu()), Storage::F32, 0));
+        let (bias, bias_storage, bias_start) = self
+            .bias
+            .unwrap_or_else(|| (Binding::absent(batch.gpu()), Storage::F32, 0));
         let (output, output_storage) = self.output;
         let part = |index: usize| self.parts.get(index).map_or(Part::default(), |(_, part)| *part);
         let ends = |count: usize| {
             if self.parts.len() > count {
-                self.parts[..count].iter().map(|(columns, _)| *columns as u32).sum()
+                self.parts[..count]
+                    .iter()
+                    .map(|(columns, _)| *columns as u32)
+                    .sum()
             } else {
                 u32::MAX
             }

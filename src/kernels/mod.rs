@@ -15,6 +15,7 @@ use crate::{kernel::Storage, kernel::Variant, tuning::Tile};
 const PRODUCT_SUBGROUP: &str = include_str!("../../shaders/shared/product_subgroup.wgsl");
 const PRODUCT_WORKGROUP: &str = include_str!("../../shaders/shared/product_workgroup.wgsl");
 const TILE: &str = include_str!("../../shaders/shared/tile.wgsl");
+const EXPONENTIAL: &str = include_str!("../../shaders/shared/exponential.wgsl");
 const RULE: &str = include_str!("../../shaders/shared/rule.wgsl");
 
 /// A kernel built around the matrix product.
@@ -27,8 +28,19 @@ fn product_variant(
 ) -> Variant {
     let subgroups = matches!(tile, Tile::Subgroup { .. });
     pieces.push(TILE);
-    pieces.push(if subgroups { PRODUCT_SUBGROUP } else { PRODUCT_WORKGROUP });
-    Variant { name, pieces, constants: tile.constants(), inputs, output, subgroups }
+    pieces.push(if subgroups {
+        PRODUCT_SUBGROUP
+    } else {
+        PRODUCT_WORKGROUP
+    });
+    Variant {
+        name,
+        pieces,
+        constants: tile.constants(),
+        inputs,
+        output,
+        subgroups,
+    }
 }
 
 /// Rows of the score matrix that are computed together: rows `first_row..first_row + rows` of `head_count` heads

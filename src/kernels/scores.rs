@@ -1,6 +1,6 @@
 //! `shaders/scores.wgsl`: masked scores of a chunk of query rows.
 
-use super::{Chunk, RULE, product_variant, tiles};
+use super::{Chunk, EXPONENTIAL, RULE, product_variant, tiles};
 use crate::{
     AttentionShape, Result,
     kernel::{Batch, Binding, Storage, Variant, params},
@@ -89,7 +89,13 @@ pub(crate) struct Operand {
 
 pub(crate) fn variant(tile: Tile, query: Storage, key: Storage) -> Variant {
     let source = include_str!("../../shaders/scores.wgsl");
-    product_variant("scores", tile, vec![source, RULE], vec![("query", query), ("key", key)], None)
+    product_variant(
+        "scores",
+        tile,
+        vec![source, RULE, EXPONENTIAL],
+        vec![("query", query), ("key", key)],
+        None,
+    )
 }
 
 /// Adds the dispatch that fills `scores`, contiguous `[head_count, rows, keys]` from element `start` on.
@@ -104,7 +110,9 @@ pub(crate) fn push(
 ) -> Result<()> {
     let row_tiles = tiles(chunk.rows, tile.rows());
     let col_tiles = tiles(shape.keys, tile.cols());
-    let groups = row_tiles.saturating_mul(col_tiles).saturating_mul(chunk.head_count as u64);
+    let groups = row_tiles
+        .saturating_mul(col_tiles)
+        .saturating_mul(chunk.head_count as u64);
     let variant = variant(tile, inputs.query.storage, inputs.key.storage);
     let [query_batch, query_head, query_row, query_dim] = inputs.query.strides;
     let [key_batch, key_head, key_row, key_dim] = inputs.key.strides;

@@ -1,6 +1,6 @@
 //! `shaders/softmax.wgsl`: stable row softmax in place, with log-sum-exp and sinks.
 
-use super::Chunk;
+use super::{Chunk, EXPONENTIAL};
 use crate::{
     AttentionShape, Result,
     kernel::{Batch, Binding, Variant, params},
@@ -31,7 +31,7 @@ params! {
 pub(crate) fn variant((lanes, rows): (u32, u32)) -> Variant {
     Variant {
         name: "softmax",
-        pieces: vec![include_str!("../../shaders/softmax.wgsl")],
+        pieces: vec![include_str!("../../shaders/softmax.wgsl"), EXPONENTIAL],
         constants: vec![("LANES", lanes), ("ROWS", rows)],
         inputs: Vec::new(),
         output: None,
@@ -56,9 +56,12 @@ pub(crate) fn push(
     let groups = chunk.all_rows().div_ceil(u64::from(threads.1));
     let gpu = batch.gpu();
     let bindings = vec![
-        sinks.as_ref().map_or_else(|| Binding::absent(gpu), |(binding, ..)| binding.clone()),
+        sinks
+            .as_ref()
+            .map_or_else(|| Binding::absent(gpu), |(binding, ..)| binding.clone()),
         scores,
-        lse.as_ref().map_or_else(|| Binding::absent_output(gpu), |(binding, _)| binding.clone()),
+        lse.as_ref()
+            .map_or_else(|| Binding::absent_output(gpu), |(binding, _)| binding.clone()),
     ];
     batch.push(
         &variant(threads),

@@ -25,7 +25,11 @@ struct Shipped {
 }
 
 fn shipped<P: Params>(variant: Variant) -> Shipped {
-    Shipped { variant, fields: P::fields(), size: size_of::<P>() }
+    Shipped {
+        variant,
+        fields: P::fields(),
+        size: size_of::<P>(),
+    }
 }
 
 /// Every combination of tiles and element types that a device can ask for: native and packed halves exclude
@@ -38,9 +42,13 @@ fn all() -> Vec<Shipped> {
             all.push(shipped::<copy::CopyParams>(copy::variant(a, b)));
             for tile in Tile::all() {
                 all.push(shipped::<scores::ScoresParams>(scores::variant(tile, a, b)));
-                all.push(shipped::<weighted_sum::WeightedSumParams>(weighted_sum::variant(tile, a, b)));
+                all.push(shipped::<weighted_sum::WeightedSumParams>(weighted_sum::variant(
+                    tile, a, b,
+                )));
                 for (bias, output) in kinds.iter().flat_map(|&a| kinds.map(|b| (a, b))) {
-                    all.push(shipped::<linear::LinearParams>(linear::variant(tile, a, b, bias, output)));
+                    all.push(shipped::<linear::LinearParams>(linear::variant(
+                        tile, a, b, bias, output,
+                    )));
                 }
             }
         }
@@ -74,13 +82,23 @@ fn parse(variant: &Variant) -> (naga::Module, ModuleInfo) {
 
 /// Fields of the uniform as WGSL lays them out, and its size.
 fn uniform(module: &naga::Module) -> (Fields, usize) {
-    fn walk(module: &naga::Module, ty: naga::Handle<naga::Type>, prefix: &str, start: usize, fields: &mut Fields) {
-        let naga::TypeInner::Struct { members, .. } = &module.types[ty].inner else { panic!("params are a struct") };
+    fn walk(
+        module: &naga::Module,
+        ty: naga::Handle<naga::Type>,
+        prefix: &str,
+        start: usize,
+        fields: &mut Fields,
+    ) {
+        let naga::TypeInner::Struct { members, .. } = &module.types[ty].inner else {
+            panic!("params are a struct")
+        };
         for member in members {
             let name = format!("{prefix}{}", member.name.as_deref().unwrap());
             let offset = start + member.offset as usize;
             match module.types[member.ty].inner {
-                naga::TypeInner::Struct { .. } => walk(module, member.ty, &format!("{name}."), offset, fields),
+                naga::TypeInner::Struct { .. } => {
+                    walk(module, member.ty, &format!("{name}."), offset, fields)
+                }
                 naga::TypeInner::Scalar(naga::Scalar { width: 4, .. }) => fields.push((name, offset)),
                 ref other => panic!("{name}: params hold 4-byte scalars alone, not {other:?}"),
             }
@@ -91,10 +109,16 @@ fn uniform(module: &naga::Module) -> (Fields, usize) {
         .iter()
         .find(|(_, global)| global.space == naga::AddressSpace::Uniform)
         .expect("params are a uniform");
-    assert_eq!(global.binding.map(|binding| (binding.group, binding.binding)), Some((0, 0)), "params come first");
+    assert_eq!(
+        global.binding.map(|binding| (binding.group, binding.binding)),
+        Some((0, 0)),
+        "params come first"
+    );
     let mut fields = Vec::new();
     walk(module, global.ty, "", 0, &mut fields);
-    let naga::TypeInner::Struct { span, .. } = module.types[global.ty].inner else { panic!("params are a struct") };
+    let naga::TypeInner::Struct { span, .. } = module.types[global.ty].inner else {
+        panic!("params are a struct")
+    };
     (fields, span as usize)
 }
 
@@ -102,7 +126,12 @@ fn uniform(module: &naga::Module) -> (Fields, usize) {
 fn every_variant_is_valid_and_its_params_match_the_host() {
     let all = all();
     assert!(all.len() > 100, "only {} variants", all.len());
-    for Shipped { variant, fields, size } in all {
+    for Shipped {
+        variant,
+        fields,
+        size,
+    } in all
+    {
         let (module, _) = parse(&variant);
         assert_eq!(uniform(&module), (fields, size), "{}", variant.label());
     }
@@ -125,13 +154,27 @@ fn every_variant_fits_the_guaranteed_limits() {
             .iter()
             .filter(|(_, global)| matches!(global.space, naga::AddressSpace::Storage { .. }))
             .count();
-        let [entry] = &module.entry_points[..] else { panic!("{}: one entry point", variant.label()) };
+        let [entry] = &module.entry_points[..] else {
+            panic!("{}: one entry point", variant.label())
+        };
         let limits = wgpu::Limits::default();
         assert_eq!(entry.name, "main", "{}", variant.label());
-        assert!(workgroup_bytes <= limits.max_compute_workgroup_storage_size, "{}: {workgroup_bytes}", variant.label());
-        assert!(storage_buffers <= limits.max_storage_buffers_per_shader_stage as usize, "{}", variant.label());
+        assert!(
+            workgroup_bytes <= limits.max_compute_workgroup_storage_size,
+            "{}: {workgroup_bytes}",
+            variant.label()
+        );
+        assert!(
+            storage_buffers <= limits.max_storage_buffers_per_shader_stage as usize,
+            "{}",
+            variant.label()
+        );
         let invocations: u32 = entry.workgroup_size.iter().product();
-        assert!(invocations <= limits.max_compute_invocations_per_workgroup, "{}: {invocations}", variant.label());
+        assert!(
+            invocations <= limits.max_compute_invocations_per_workgroup,
+            "{}: {invocations}",
+            variant.label()
+        );
     }
 }
 
@@ -140,12 +183,22 @@ fn on_path(program: &str) -> bool {
     Command::new(program).arg("--help").output().is_ok()
 }
 
-fn check_with(program: &str, arguments: &[&str], extension: &str, name: usize, contents: &[u8]) -> Result<(), String> {
+fn check_with(
+    program: &str,
+    arguments: &[&str],
+    extension: &str,
+    name: usize,
+    contents: &[u8],
+) -> Result<(), String> {
     let path = std::env::temp_dir().join(format!("multihead-{}-{name}.{extension}", std::process::id()));
     std::fs::File::create(&path).unwrap().write_all(contents).unwrap();
     let output = Command::new(program).args(arguments).arg(&path).output().unwrap();
     std::fs::remove_file(&path).unwrap();
-    if output.status.success() { Ok(()) } else { Err(String::from_utf8_lossy(&output.stderr).into_owned()) }
+    if output.status.success() {
+        Ok(())
+    } else {
+        Err(String::from_utf8_lossy(&output.stderr).into_owned())
+    }
 }
 
 #[test]
@@ -155,19 +208,30 @@ fn every_variant_translates_to_spirv_msl_and_hlsl() {
         let (module, info) = parse(&variant);
         let label = variant.label();
 
-        let options = spv::Options { lang_version: (1, 3), ..Default::default() };
-        let words = spv::write_vec(&module, &info, &options, None).unwrap_or_else(|error| panic!("{label}: {error}"));
+        let options = spv::Options {
+            lang_version: (1, 3),
+            ..Default::default()
+        };
+        let words =
+            spv::write_vec(&module, &info, &options, None).unwrap_or_else(|error| panic!("{label}: {error}"));
         if spirv_val {
             let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
             check_with("spirv-val", &["--target-env", "vulkan1.1"], "spv", number, &bytes)
                 .unwrap_or_else(|error| panic!("{label}: {error}"));
         }
 
-        let options = msl::Options { lang_version: (2, 4), fake_missing_bindings: true, ..Default::default() };
+        let options = msl::Options {
+            lang_version: (2, 4),
+            fake_missing_bindings: true,
+            ..Default::default()
+        };
         msl::write_string(&module, &info, &options, &msl::PipelineOptions::default())
             .unwrap_or_else(|error| panic!("{label}: {error}"));
 
-        let options = hlsl::Options { shader_model: hlsl::ShaderModel::V6_2, ..Default::default() };
+        let options = hlsl::Options {
+            shader_model: hlsl::ShaderModel::V6_2,
+            ..Default::default()
+        };
         let mut text = String::new();
         hlsl::Writer::new(&mut text, &options, &hlsl::PipelineOptions::default())
             .write(&module, &info, None)
@@ -183,7 +247,11 @@ fn tint_accepts_every_variant() {
     }
     for (number, Shipped { variant, .. }) in all().into_iter().enumerate() {
         // naga knows no such extension: it has subgroups without.
-        let enable = if variant.subgroups { "enable subgroups;\n" } else { "" };
+        let enable = if variant.subgroups {
+            "enable subgroups;\n"
+        } else {
+            ""
+        };
         let source = enable.to_owned() + &variant.source();
         check_with("tint", &["--format", "wgsl"], "wgsl", number, source.as_bytes())
             .unwrap_or_else(|error| panic!("{}: {error}", variant.label()));

@@ -38,7 +38,13 @@ params! {
 
 pub(crate) fn variant(tile: Tile, value: Storage, output: Storage) -> Variant {
     let source = include_str!("../../shaders/weighted_sum.wgsl");
-    product_variant("weighted_sum", tile, vec![source], vec![("value", value)], Some(output))
+    product_variant(
+        "weighted_sum",
+        tile,
+        vec![source],
+        vec![("value", value)],
+        Some(output),
+    )
 }
 
 /// Adds the dispatch that writes the chunk's rows of `output`.
@@ -53,7 +59,9 @@ pub(crate) fn push(
 ) -> Result<()> {
     let row_tiles = tiles(chunk.rows, tile.rows());
     let col_tiles = tiles(shape.value_dim, tile.cols());
-    let groups = row_tiles.saturating_mul(col_tiles).saturating_mul(chunk.head_count as u64);
+    let groups = row_tiles
+        .saturating_mul(col_tiles)
+        .saturating_mul(chunk.head_count as u64);
     let [value_batch, value_head, value_row, value_dim_stride] = value.strides;
     let [output_batch, output_head, output_row, output_dim] = output.strides;
     batch.push(

@@ -77,12 +77,18 @@ mod tests {
 
     #[test]
     fn empty_axes_are_legal_and_wrong_lengths_are_not() {
-        assert_eq!(linear::<f64>(&[], &[1.0, 2.0], None, 0, 2, 1).unwrap(), Vec::<f64>::new());
+        assert_eq!(
+            linear::<f64>(&[], &[1.0, 2.0], None, 0, 2, 1).unwrap(),
+            Vec::<f64>::new()
+        );
         assert_eq!(
             linear::<f64>(&[], &[], Some(&[3.0]), 2, 0, 1).unwrap(),
             [3.0, 3.0]
         );
-        assert_eq!(linear::<f64>(&[1.0], &[], None, 1, 1, 0).unwrap(), Vec::<f64>::new());
+        assert_eq!(
+            linear::<f64>(&[1.0], &[], None, 1, 1, 0).unwrap(),
+            Vec::<f64>::new()
+        );
         let text = linear(&[1.0f64; 5], &[1.0; 4], None, 3, 2, 2)
             .unwrap_err()
             .to_string();

@@ -99,6 +99,9 @@ mod tests {
         };
         assert_eq!(weighted_sum::<f64>(&[], &[], &no_keys).unwrap(), [0.0, 0.0]);
         let no_batch = AttentionShape::new(0, 3, 4, 5);
-        assert_eq!(weighted_sum::<f64>(&[], &[], &no_batch).unwrap(), Vec::<f64>::new());
+        assert_eq!(
+            weighted_sum::<f64>(&[], &[], &no_batch).unwrap(),
+            Vec::<f64>::new()
+        );
     }
 }

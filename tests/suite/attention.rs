@@ -2,8 +2,8 @@
 
 use half::f16;
 use multihead::{
-    Align, Attention, AttentionInputs, AttentionOptions, AttentionShape, Causal, DType, Gpu, KvLengths, Mask, Tensor,
-    Wanted, reference,
+    Align, Attention, AttentionInputs, AttentionOptions, AttentionShape, Causal, DType, Gpu, KvLengths, Mask,
+    Tensor, Wanted, reference,
 };
 use proptest::prelude::*;
 
@@ -66,15 +66,28 @@ impl Call {
     pub(crate) fn check(&self, gpu: &Gpu) -> Result<(), String> {
         let shape = self.shape;
         let mut numbers = Numbers::new(self.seed);
-        let store = |values: Vec<f32>| if self.dtype == DType::F16 { support::through_f16(&values) } else { values };
+        let store = |values: Vec<f32>| {
+            if self.dtype == DType::F16 {
+                support::through_f16(&values)
+            } else {
+                values
+            }
+        };
         let count = |shape: [usize; 4]| shape.iter().product::<usize>();
-        let query = store(numbers.normals(count(shape.query())).iter().map(|x| x * self.large).collect());
+        let query = store(
+            numbers
+                .normals(count(shape.query()))
+                .iter()
+                .map(|x| x * self.large)
+                .collect(),
+        );
         let mut key = store(numbers.normals(count(shape.key())));
         let mut value = store(numbers.normals(count(shape.value())));
         let maskable = shape.keys - self.options.always_visible_keys;
 
-        let lengths: Option<Vec<usize>> =
-            self.lengths.then(|| (0..shape.batch).map(|_| numbers.below(maskable + 1)).collect());
+        let lengths: Option<Vec<usize>> = self
+            .lengths
+            .then(|| (0..shape.batch).map(|_| numbers.below(maskable + 1)).collect());
         if let Some(lengths) = &lengths {
             // What lies behind a length may be anything.
             for b in 0..shape.batch {
@@ -112,9 +125,7 @@ impl Call {
         // The truth.
         let reference_mask = match self.mask {
             MaskKind::None => None,
-            MaskKind::Keep | MaskKind::Ignore => {
-                Some(reference::Mask::keep(&bools, &mask_shape))
-            }
+            MaskKind::Keep | MaskKind::Ignore => Some(reference::Mask::keep(&bools, &mask_shape)),
             MaskKind::Bias | MaskKind::BiasF16 => Some(reference::Mask::bias(&floats, &mask_shape)),
         }
         .map(reference::Mask::with_short_keys);
@@ -134,8 +145,22 @@ impl Call {
         }
         let (lengths_ref, sinks_ref) = (lengths.as_deref(), sinks.as_deref());
         let wide = [wide(&query), wide(&key), wide(&value)];
-        let truth = run(self, wide.each_ref().map(|v| &v[..]), reference_mask, key_mask, lengths_ref, sinks_ref);
-        let narrow = run(self, [&query, &key, &value], reference_mask, key_mask, lengths_ref, sinks_ref);
+        let truth = run(
+            self,
+            wide.each_ref().map(|v| &v[..]),
+            reference_mask,
+            key_mask,
+            lengths_ref,
+            sinks_ref,
+        );
+        let narrow = run(
+            self,
+            [&query, &key, &value],
+            reference_mask,
+            key_mask,
+            lengths_ref,
+            sinks_ref,
+        );
 
         // The GPU.
         let upload = |values: &[f32], [b, h, l, d]: [usize; 4]| {
@@ -151,7 +176,11 @@ impl Call {
                 _ => Tensor::upload(gpu, &values, &shape),
             }
             .unwrap();
-            if merged { tensor.split_heads(h).unwrap() } else { tensor }
+            if merged {
+                tensor.split_heads(h).unwrap()
+            } else {
+                tensor
+            }
         };
         let query = upload(&query, shape.query());
         let key = upload(&key, shape.key());
@@ -180,7 +209,10 @@ impl Call {
         let lengths = lengths.map(|lengths| KvLengths::new(gpu, &lengths).unwrap());
         let sinks = sinks.map(|sinks| Tensor::upload(gpu, &sinks, &[shape.heads]).unwrap());
         let halves = |tensor: &Tensor| {
-            (tensor.slice(2, 0..self.past).unwrap(), tensor.slice(2, self.past..shape.keys).unwrap())
+            (
+                tensor.slice(2, 0..self.past).unwrap(),
+                tensor.slice(2, self.past..shape.keys).unwrap(),
+            )
         };
         let ((past_key, new_key), (past_value, new_value)) = (halves(&key), halves(&value));
         let mut inputs = AttentionInputs::new(&query, &new_key, &new_value);
@@ -193,19 +225,39 @@ impl Call {
         inputs.sinks = sinks.as_ref();
         let attention = Attention::new(gpu, self.options.clone()).map_err(|error| error.to_string())?;
         let wanted = Wanted::output().lse().weights().mean_weights().present();
-        let result = attention.run(&inputs, wanted).map_err(|error| error.to_string())?;
-        let alone = attention.run(&inputs, Wanted::output()).map_err(|error| error.to_string())?;
+        let result = attention
+            .run(&inputs, wanted)
+            .map_err(|error| error.to_string())?;
+        let alone = attention
+            .run(&inputs, Wanted::output())
+            .map_err(|error| error.to_string())?;
 
         let stored_f16 = self.dtype == DType::F16;
         let output = download(&result.output);
         check_bound("output", &output, &narrow.output, &truth.output, stored_f16)?;
         let weights = download(result.weights.as_ref().unwrap());
         check_bound("weights", &weights, &narrow.weights, &truth.weights, false)?;
-        if let Some(at) = truth.weights.iter().zip(&weights).position(|(truth, got)| *truth == 0.0 && *got != 0.0) {
-            return Err(format!("weight {at} is {} where the key is invisible", weights[at]));
+        if let Some(at) = truth
+            .weights
+            .iter()
+            .zip(&weights)
+            .position(|(truth, got)| *truth == 0.0 && *got != 0.0)
+        {
+            return Err(format!(
+                "weight {at} is {} where the key is invisible",
+                weights[at]
+            ));
         }
-        check_bound("lse", &download(result.lse.as_ref().unwrap()), &narrow.lse, &truth.lse, false)?;
-        let mean = |weights: &reference::AttentionOutput<f64>| reference::mean_heads(&weights.weights, &shape).unwrap();
+        check_bound(
+            "lse",
+            &download(result.lse.as_ref().unwrap()),
+            &narrow.lse,
+            &truth.lse,
+            false,
+        )?;
+        let mean = |weights: &reference::AttentionOutput<f64>| {
+            reference::mean_heads(&weights.weights, &shape).unwrap()
+        };
         let narrow_mean = reference::mean_heads(&narrow.weights, &shape).unwrap();
         check_bound(
             "mean_weights",
@@ -214,9 +266,10 @@ impl Call {
             &mean(&truth),
             false,
         )?;
-        for (what, present, whole) in
-            [("present_key", &result.present_key, &key), ("present_value", &result.present_value, &value)]
-        {
+        for (what, present, whole) in [
+            ("present_key", &result.present_key, &key),
+            ("present_value", &result.present_value, &value),
+        ] {
             let same = download(present.as_ref().unwrap())
                 .iter()
                 .zip(&download(whole))
@@ -225,7 +278,11 @@ impl Call {
                 return Err(format!("{what} is not past and new joined"));
             }
         }
-        if output.iter().zip(&download(&alone.output)).any(|(a, b)| a.to_bits() != b.to_bits()) {
+        if output
+            .iter()
+            .zip(&download(&alone.output))
+            .any(|(a, b)| a.to_bits() != b.to_bits())
+        {
             return Err("asking for weights changed the output's bits".to_owned());
         }
         Ok(())
@@ -233,9 +290,21 @@ impl Call {
 }
 
 fn calls() -> impl Strategy<Value = Call> {
-    let shape = (0usize..3, 0usize..3, 1usize..4, 0usize..40, 0usize..70, 0usize..40, 0usize..40);
+    let shape = (
+        0usize..3,
+        0usize..3,
+        1usize..4,
+        0usize..40,
+        0usize..70,
+        0usize..40,
+        0usize..40,
+    );
     let position = (
-        prop_oneof![Just(Causal::None), Just(Causal::TopLeft), Just(Causal::BottomRight)],
+        prop_oneof![
+            Just(Causal::None),
+            Just(Causal::TopLeft),
+            Just(Causal::BottomRight)
+        ],
         prop_oneof![Just(Align::TopLeft), Just(Align::BottomRight)],
         prop_oneof![Just(None), (0u32..12).prop_map(Some)],
         prop_oneof![Just(None), (0u32..12).prop_map(Some)],
@@ -257,7 +326,12 @@ fn calls() -> impl Strategy<Value = Call> {
         ]
     };
     let mask = (kind(), any::<[bool; 4]>(), 1usize..=4, any::<bool>(), kind());
-    let rest = (any::<[bool; 5]>(), prop_oneof![3 => Just(1.0f32), 1 => Just(30.0)], any::<u64>(), 0usize..20);
+    let rest = (
+        any::<[bool; 5]>(),
+        prop_oneof![3 => Just(1.0f32), 1 => Just(30.0)],
+        any::<u64>(),
+        0usize..20,
+    );
     (shape, position, score, mask, rest).prop_map(|(shape, position, score, mask, rest)| {
         let (batch, kv_heads, group, queries, keys, head_dim, value_dim) = shape;
         let (flags, large, seed, past) = rest;
@@ -265,7 +339,11 @@ fn calls() -> impl Strategy<Value = Call> {
         let (scale, softcap, alibi, always) = score;
         let (causal, align, left, right, offset) = position;
         let heads = kv_heads * group;
-        let mut options = AttentionOptions::new().causal(causal).align(align).window(left, right).query_offset(offset);
+        let mut options = AttentionOptions::new()
+            .causal(causal)
+            .align(align)
+            .window(left, right)
+            .query_offset(offset);
         options.scale = scale;
         options.softcap = softcap;
         options.alibi_slopes = alibi.then(|| (0..heads).map(|h| 0.5f32.powi(h as i32 + 1)).collect());
@@ -273,7 +351,15 @@ fn calls() -> impl Strategy<Value = Call> {
         let keys = keys + past;
         options.always_visible_keys = always.min(keys - past);
         Call {
-            shape: AttentionShape { batch, heads, kv_heads, queries, keys, head_dim, value_dim },
+            shape: AttentionShape {
+                batch,
+                heads,
+                kv_heads,
+                queries,
+                keys,
+                head_dim,
+                value_dim,
+            },
             past,
             options,
             mask: mask.0,
@@ -292,7 +378,7 @@ fn calls() -> impl Strategy<Value = Call> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 600, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(support::property(400))]
 
     /// Any combination of sizes and options agrees with the reference.
     #[test]
