@@ -67,10 +67,17 @@ fn load_b(k: u32, col: u32) -> f32 {
     return select(0.0, value, k <= last_dim);
 }
 
-fn store_cell(row: u32, col: u32, value: f32) {
+fn row_place(row: u32) -> u32 {
+    return scores_base + row * params.keys;
+}
+
+fn col_place(col: u32) -> u32 {
+    return col;
+}
+
+fn store_cell(row: u32, col: u32, place: u32, value: f32) {
     if row < params.rows && col < params.keys {
-        let i = params.first_row + row;
-        scores[scores_base + row * params.keys + col] = rule_score(head, i, col, value);
+        scores[place] = rule_score(head, params.first_row + row, col, value);
     }
 }
 

@@ -81,13 +81,21 @@ fn sum_not_finite(row: u32, col: u32) -> f32 {
     return sum;
 }
 
-fn store_cell(row: u32, col: u32, sum: f32) {
+fn row_place(row: u32) -> u32 {
+    return output_base + row * params.output_row;
+}
+
+fn col_place(col: u32) -> u32 {
+    return col * params.output_dim;
+}
+
+fn store_cell(row: u32, col: u32, place: u32, sum: f32) {
     if row < params.rows && col < params.value_dim {
         var total = sum;
         if not_finite {
             total += sum_not_finite(row, col);
         }
-        store(output_base + row * params.output_row + col * params.output_dim, total);
+        store(place, total);
     }
 }
 

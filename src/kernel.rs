@@ -391,15 +391,16 @@ pub(crate) trait Params: bytemuck::Pod {
     fn fields() -> Vec<(String, usize)>;
 }
 
-/// Defines a params struct with its field list, which a test holds against the WGSL.
+/// Defines a params struct with its field list, which a test holds against the WGSL. Scalars come first, then
+/// structs, which WGSL aligns to 16 bytes.
 macro_rules! params {
-    ($(#[$meta:meta])* $name:ident { $($field:ident: $type:ty),* $(,)? } $(rule: $rule:ty)?) => {
+    ($(#[$meta:meta])* $name:ident { $($field:ident: $type:ty),* $(,)? } $($inner:ident: $struct:ty),* $(,)?) => {
         $(#[$meta])*
         #[derive(Debug, Clone, Copy, Default, bytemuck::Pod, bytemuck::Zeroable)]
         #[repr(C)]
         pub(crate) struct $name {
             $(pub(crate) $field: $type,)*
-            $(pub(crate) rule: $rule,)?
+            $(pub(crate) $inner: $struct,)*
         }
 
         const _: () = assert!(size_of::<$name>() % 16 == 0, "pad the params to a multiple of 16 bytes");
@@ -410,13 +411,13 @@ macro_rules! params {
                 #[allow(unused_mut)]
                 let mut fields = vec![$((stringify!($field).to_owned(), std::mem::offset_of!($name, $field))),*];
                 $(
-                    let start = std::mem::offset_of!($name, rule);
+                    let start = std::mem::offset_of!($name, $inner);
                     fields.extend(
-                        <$rule as crate::kernel::Params>::fields()
+                        <$struct as crate::kernel::Params>::fields()
                             .into_iter()
-                            .map(|(field, offset)| (format!("rule.{field}"), start + offset)),
+                            .map(|(field, offset)| (format!("{}.{field}", stringify!($inner)), start + offset)),
                     );
-                )?
+                )*
                 fields
             }
         }

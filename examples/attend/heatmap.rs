@@ -466,7 +466,7 @@ impl Maps {
         canvas.text(
             &self.fonts,
             "weight",
-            (x, top - 9.0 * UNIT),
+            (x, top - 15.0 * UNIT),
             LABEL,
             Anchor::Left,
             QUIET,
@@ -569,4 +569,57 @@ fn shorten_to(text: &str, limit: usize) -> String {
         kept.push('…');
     }
     kept
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn panels_stand_about_four_to_three() {
+        assert_eq!(
+            [1, 2, 4, 8, 12, 16].map(grid),
+            [(1, 1), (2, 1), (2, 2), (4, 2), (4, 3), (4, 4)]
+        );
+        assert!((1..=MAX_PANELS).all(|panels| grid(panels).0 * grid(panels).1 >= panels));
+    }
+
+    #[test]
+    fn labels_keep_their_distance() {
+        assert_eq!(
+            (
+                step(50.0, 30.0, true),
+                step(10.0, 30.0, false),
+                step(10.0, 30.0, true)
+            ),
+            (1, 3, 5)
+        );
+        assert_eq!((step(0.1, 30.0, true), step(3.0, 33.0, true)), (500, 20));
+    }
+
+    #[test]
+    fn markers_and_punctuation_are_no_words() {
+        assert!(["they", "##s", "3", "été"].into_iter().all(is_ordinary));
+        assert!(
+            [
+                "[CLS]", "[SEP]", "<s>", "</s>", "<|end|>", ".", "...", "(bias)", ""
+            ]
+            .iter()
+            .all(|w| !is_ordinary(w))
+        );
+        assert_eq!(
+            (shorten("attention").as_str(), shorten_to("attention", 4).as_str()),
+            ("attention", "att…")
+        );
+        assert_eq!(shorten("a\u{1b}[2J"), "a[2J");
+    }
+
+    #[test]
+    fn the_scale_holds_the_largest_weight() {
+        for largest in [1e-5, 0.004, 0.03, 0.2, 0.21, 0.75, 1.0] {
+            let (full, tick) = scale_of(largest);
+            assert!(largest <= full && full / tick <= 5.5, "{largest}: {full} {tick}");
+        }
+        assert_eq!(scale_of(0.0), (1.0, 0.2));
+    }
 }

@@ -201,9 +201,17 @@ fn progress_bar(cases: usize) -> ProgressBar {
     bar
 }
 
-/// Names and reasons may hold anything that a file holds: a report stays one line without control codes.
+/// Names and reasons may hold anything that a file or a driver holds: a report stays one line without
+/// control codes.
 fn one_line(text: &str) -> String {
-    text.chars()
+    let lines: Vec<&str> = text
+        .lines()
+        .map(str::trim)
+        .filter(|line| !line.is_empty())
+        .collect();
+    lines
+        .join("; ")
+        .chars()
         .map(|c| if c.is_control() { '\u{fffd}' } else { c })
         .collect()
 }

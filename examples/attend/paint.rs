@@ -223,3 +223,19 @@ fn oklch(lightness: f32, chroma: f32, hue: f32) -> [f32; 3] {
         -0.004_196_086 * l - 0.703_418_615 * m + 1.707_614_701 * s,
     ]
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn heat_darkens_steadily() {
+        let grey = |t: f32| {
+            let [r, g, b] = heat(t).map(f32::from);
+            0.2126 * r + 0.7152 * g + 0.0722 * b
+        };
+        assert!((0..100).all(|at| grey(at as f32 / 100.0) > grey((at + 1) as f32 / 100.0)));
+        assert!(grey(0.0) > 240.0 && grey(1.0) < 40.0);
+        assert_eq!((heat(-1.0), heat(2.0)), (heat(0.0), heat(1.0)));
+    }
+}

@@ -8,16 +8,30 @@ use crate::{
 };
 
 params! {
+    /// Where one part of the columns is and goes; WGSL's `Part`.
+    PartParams {
+        first_tile: u32,
+        first_col: u32,
+        cols: u32,
+        start: u32,
+        batch: u32,
+        head: u32,
+        row: u32,
+        part_padding: u32,
+    }
+}
+
+params! {
     LinearParams {
         groups: u32,
         grid_width: u32,
+        row_tiles: u32,
         col_tiles: u32,
-        all_rows: u32,
+        run_rows: u32,
         rows: u32,
-        outputs: u32,
         inputs: u32,
         x_start: u32,
-        x_batch: u32,
+        x_run: u32,
         x_row: u32,
         x_dim: u32,
         weight_start: u32,
@@ -25,23 +39,10 @@ params! {
         bias_start: u32,
         head_dim: u32,
         output_dim: u32,
-        second: u32,
-        third: u32,
-        first_start: u32,
-        first_batch: u32,
-        first_head: u32,
-        first_row: u32,
-        second_start: u32,
-        second_batch: u32,
-        second_head: u32,
-        second_row: u32,
-        third_start: u32,
-        third_batch: u32,
-        third_head: u32,
-        third_row: u32,
-        padding_a: u32,
-        padding_b: u32,
     }
+    first: PartParams,
+    second: PartParams,
+    third: PartParams,
 }
 
 /// Where one part of the columns goes: first element and strides of batch, head and row.
@@ -82,12 +83,36 @@ pub(crate) fn variant(tile: Tile, x: Storage, weight: Storage, bias: Storage, ou
 impl Linear<'_> {
     /// Adds the dispatch.
     pub(crate) fn push(self, batch: &mut Batch, tile: Tile) -> Result<()> {
-        let outputs: usize = self.parts.iter().map(|(columns, _)| columns).sum();
-        let all_rows = self.batch as u64 * self.rows as u64;
-        let col_tiles = tiles(outputs, tile.cols());
-        let groups = all_rows
-            .div_ceil(u64::from(tile.rows()))
-            .saturating_mul(col_tiles);
+        let [x_batch, x_row, x_dim] = self.x_strides;
+        // Batch entries that follow each other without a gap are one run of rows.
+        let one_run = self.batch <= 1 || u64::from(x_batch) == self.rows as u64 * u64::from(x_row);
+        let (runs, run_rows) = if one_run {
+            (1, self.batch as u64 * self.rows as u64)
+        } else {
+            (self.batch as u64, self.rows as u64)
+        };
+        let row_tiles = run_rows.div_ceil(u64::from(tile.rows()));
+        // A part that is not there starts behind the last tile.
+        let mut parts = [PartParams {
+            first_tile: u32::MAX,
+            ..PartParams::default()
+        }; 3];
+        let (mut col_tiles, mut first_col) = (0, 0);
+        for (params, (cols, part)) in parts.iter_mut().zip(self.parts) {
+            *params = PartParams {
+                first_tile: col_tiles as u32,
+                first_col,
+                cols: *cols as u32,
+                start: part.start,
+                batch: part.batch,
+                head: part.head,
+                row: part.row,
+                part_padding: 0,
+            };
+            col_tiles += tiles(*cols, tile.cols());
+            first_col += *cols as u32;
+        }
+        let groups = runs.saturating_mul(row_tiles).saturating_mul(col_tiles);
         let (x, x_storage, x_start) = self.x;
         let (weight, weight_storage, weight_start) = self.weight;
         let has_bias = self.bias.is_some();
@@ -95,53 +120,28 @@ impl Linear<'_> {
             .bias
             .unwrap_or_else(|| (Binding::absent(batch.gpu()), Storage::F32, 0));
         let (output, output_storage) = self.output;
-        let part = |index: usize| self.parts.get(index).map_or(Part::default(), |(_, part)| *part);
-        let ends = |count: usize| {
-            if self.parts.len() > count {
-                self.parts[..count]
-                    .iter()
-                    .map(|(columns, _)| *columns as u32)
-                    .sum()
-            } else {
-                u32::MAX
-            }
-        };
-        let (first, second, third) = (part(0), part(1), part(2));
         batch.push(
             &variant(tile, x_storage, weight_storage, bias_storage, output_storage),
             |grid| LinearParams {
                 groups: grid.groups,
                 grid_width: grid.width,
+                row_tiles: row_tiles as u32,
                 col_tiles: col_tiles as u32,
-                all_rows: all_rows as u32,
+                run_rows: run_rows as u32,
                 rows: self.rows as u32,
-                outputs: outputs as u32,
                 inputs: self.inputs as u32,
                 x_start,
-                x_batch: self.x_strides[0],
-                x_row: self.x_strides[1],
-                x_dim: self.x_strides[2],
+                x_run: x_batch,
+                x_row,
+                x_dim,
                 weight_start,
                 has_bias: u32::from(has_bias),
                 bias_start,
                 head_dim: self.head_dim as u32,
                 output_dim: self.output_dim,
-                second: ends(1),
-                third: ends(2),
-                first_start: first.start,
-                first_batch: first.batch,
-                first_head: first.head,
-                first_row: first.row,
-                second_start: second.start,
-                second_batch: second.batch,
-                second_head: second.head,
-                second_row: second.row,
-                third_start: third.start,
-                third_batch: third.batch,
-                third_head: third.head,
-                third_row: third.row,
-                padding_a: 0,
-                padding_b: 0,
+                first: parts[0],
+                second: parts[1],
+                third: parts[2],
             },
             vec![x, weight, bias, output],
             groups,
