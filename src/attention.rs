@@ -29,7 +29,7 @@ use crate::{
 /// Build it once and call it with any shapes. [`Attention::record`] puts the work into the caller's encoder and
 /// neither submits nor waits; [`Attention::run`] allocates the outputs and submits.
 ///
-/// ```no_run
+/// ```
 /// # fn main() -> multihead::Result<()> {
 /// use multihead::{Attention, AttentionInputs, AttentionOptions, AttentionOutputs, Causal, DType, Gpu, Tensor};
 ///

@@ -22,7 +22,7 @@ const WAIT: Duration = Duration::from_secs(600);
 /// Cloning is cheap and gives the same device. [`Gpu::new`] opens its own device,
 /// [`Gpu::from_device`] joins the caller's and leaves its error handler and callbacks as they are.
 ///
-/// ```no_run
+/// ```
 /// # fn main() -> multihead::Result<()> {
 /// let gpu = multihead::Gpu::new()?;
 /// println!("{}", gpu.description());
@@ -148,10 +148,17 @@ impl Gpu {
     ///
     /// [`Error::DeviceLost`] if the device is lost already.
     ///
-    /// ```no_run
-    /// # fn main() -> multihead::Result<()> {
-    /// # let (device, queue): (multihead::wgpu::Device, multihead::wgpu::Queue) = unimplemented!();
+    /// ```
+    /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// use multihead::wgpu;
+    ///
+    /// // The device of your own program.
+    /// let instance = wgpu::Instance::default();
+    /// let adapter = pollster::block_on(instance.request_adapter(&wgpu::RequestAdapterOptions::default()))?;
+    /// let (device, queue) = pollster::block_on(adapter.request_device(&wgpu::DeviceDescriptor::default()))?;
+    ///
     /// let gpu = multihead::Gpu::from_device(&device, &queue)?;
+    /// assert_eq!(gpu.device(), &device);
     /// # Ok(())
     /// # }
     /// ```
@@ -169,9 +176,7 @@ impl Gpu {
         };
         let absent = placeholder("multihead absent input")?;
         let absent_output = placeholder("multihead absent output")?;
-        if !alive(device) {
-            return Err(Error::DeviceLost("before it was handed over".to_owned()));
-        }
+        check_alive(device, &lost, "joining it")?;
         Ok(Self {
             inner: Arc::new(Inner {
                 device: device.clone(),
@@ -256,7 +261,7 @@ impl Gpu {
             .device
             .poll(wgpu::PollType::Poll)
             .map_err(|error| self.refused("polling", error.to_string()))?;
-        self.check_alive()
+        self.check_alive("polling")
     }
 
     /// Waits until everything that was submitted has run.
@@ -272,7 +277,7 @@ impl Gpu {
                 timeout: Some(WAIT),
             })
             .map_err(|error| self.refused("waiting for the device", error.to_string()))?;
-        self.check_alive()
+        self.check_alive("waiting for the device")
     }
 
     /// Frees the scratch memory that calls share. It comes back as calls need it.
@@ -418,9 +423,8 @@ impl Gpu {
 
     /// The error for something that wgpu refused outside a scope; a lost device is the usual reason.
     pub(crate) fn refused(&self, during: &str, message: String) -> Error {
-        match self.check_alive() {
+        match self.check_alive(during) {
             Err(lost) => lost,
-            Ok(()) if !alive(&self.inner.device) => Error::DeviceLost(format!("while {during}: {message}")),
             Ok(()) => Error::Wgpu {
                 during: during.to_owned(),
                 message,
@@ -428,27 +432,43 @@ impl Gpu {
         }
     }
 
-    fn check_alive(&self) -> Result<()> {
-        match &*lock(&self.inner.lost) {
-            Some(reason) => Err(Error::DeviceLost(reason.clone())),
-            None => Ok(()),
-        }
+    fn check_alive(&self, during: &str) -> Result<()> {
+        check_alive(&self.inner.device, &self.inner.lost, during)
     }
 }
 
-/// A lost device makes buffers that cannot be mapped, and reports nothing else: wgpu tells of the loss through
-/// a callback that belongs to the caller.
+/// Whether the device can still be used. A loss that was seen once is remembered.
+fn check_alive(device: &wgpu::Device, lost: &Mutex<Option<String>>, during: &str) -> Result<()> {
+    let known = lock(lost).clone();
+    let reason = match known {
+        Some(reason) => reason,
+        None if alive(device) => return Ok(()),
+        // Not under the lock: a lost-device callback may want it while wgpu creates the probe.
+        None => lock(lost)
+            .get_or_insert_with(|| format!("noticed while {during}"))
+            .clone(),
+    };
+    Err(Error::DeviceLost(reason))
+}
+
+/// A lost device makes buffers that cannot be mapped, and reports no error at all, whatever is asked of it: wgpu
+/// tells of the loss through a callback that belongs to the caller.
 fn alive(device: &wgpu::Device) -> bool {
-    let scope = device.push_error_scope(wgpu::ErrorFilter::Validation);
+    let validation = device.push_error_scope(wgpu::ErrorFilter::Validation);
+    let internal = device.push_error_scope(wgpu::ErrorFilter::Internal);
+    let memory = device.push_error_scope(wgpu::ErrorFilter::OutOfMemory);
     let probe = device.create_buffer(&wgpu::BufferDescriptor {
         label: Some("multihead probe"),
         size: 16,
         usage: wgpu::BufferUsages::COPY_SRC,
         mapped_at_creation: true,
     });
-    let alive = probe.get_mapped_range_mut(..).is_ok();
-    drop(scope);
-    alive
+    let mapped = probe.get_mapped_range_mut(..).is_ok();
+    // Who reports an error is alive, if short of memory.
+    let memory = pollster::block_on(memory.pop()).is_some();
+    let internal = pollster::block_on(internal.pop()).is_some();
+    drop(validation);
+    mapped || memory || internal
 }
 
 fn guarded<T>(
@@ -475,14 +495,10 @@ fn guarded<T>(
     let Some(error) = internal.or(validation) else {
         return Ok(value);
     };
-    let known = lock(lost).clone();
-    Err(match known {
-        Some(reason) => Error::DeviceLost(reason),
-        None if !alive(device) => Error::DeviceLost(format!("while {during}")),
-        None => Error::Wgpu {
-            during: during.to_owned(),
-            message: error.to_string(),
-        },
+    check_alive(device, lost, during)?;
+    Err(Error::Wgpu {
+        during: during.to_owned(),
+        message: error.to_string(),
     })
 }
 

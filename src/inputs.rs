@@ -6,7 +6,7 @@ use crate::{AttentionOptions, AttentionShape, DType, Error, Gpu, Result, Tensor,
 ///
 /// Any shape of 1 to 4 axes that broadcasts to `[B, H, Lq, Lk]` from the right will do, without a copy.
 ///
-/// ```no_run
+/// ```
 /// # fn main() -> multihead::Result<()> {
 /// # let gpu = multihead::Gpu::new()?;
 /// use multihead::Mask;
@@ -250,7 +250,7 @@ impl KvLengths {
 /// What an attention call reads. Tensors may have any strides; `[B, L, H D]` is viewed by
 /// [`Tensor::split_heads`].
 ///
-/// ```no_run
+/// ```
 /// # fn main() -> multihead::Result<()> {
 /// # let gpu = multihead::Gpu::new()?;
 /// use multihead::{AttentionInputs, DType, KvLengths, Tensor};

@@ -10,7 +10,7 @@ use crate::{
 
 /// Batched linear projection `y = x W^T + b`, with `W` in PyTorch's `[out, in]` layout.
 ///
-/// ```no_run
+/// ```
 /// # fn main() -> multihead::Result<()> {
 /// use multihead::{DType, Gpu, Linear, Tensor};
 ///

@@ -28,7 +28,7 @@ use crate::{
 ///
 /// Activations may be F32 or F16 whatever the parameters are stored as; what lies between the projections is f32.
 ///
-/// ```no_run
+/// ```
 /// # fn main() -> multihead::Result<()> {
 /// use multihead::{Gpu, MultiHeadAttention, MultiHeadAttentionConfig};
 ///
@@ -83,7 +83,7 @@ impl Projection {
 
 /// What a layer call reads. Self-attention unless a key is given.
 ///
-/// ```no_run
+/// ```
 /// # fn main() -> multihead::Result<()> {
 /// # let gpu = multihead::Gpu::new()?;
 /// # let layer = multihead::MultiHeadAttention::seeded(&gpu, multihead::MultiHeadAttentionConfig::new(64, 4), 1)?;
@@ -367,6 +367,40 @@ impl MultiHeadAttention {
     ) -> Result<Self> {
         let parameters = Parameters::from_safetensors(&config, bytes, prefix)?;
         Self::new(gpu, config, &parameters)
+    }
+
+    /// Copies the parameters back to the host, for [`Parameters::to_safetensors`]. Waits.
+    ///
+    /// # Errors
+    ///
+    /// As [`Tensor::download`].
+    pub fn parameters(&self) -> Result<Parameters> {
+        let values = |tensor: &Tensor| match tensor.dtype() {
+            DType::F16 => Ok(tensor
+                .download::<half::f16>()?
+                .iter()
+                .map(|value| value.to_f32())
+                .collect()),
+            _ => tensor.download::<f32>(),
+        };
+        let optional = |tensor: Option<&Tensor>| tensor.map(values).transpose();
+        let mut parameters = Parameters::zeros(&self.config)?;
+        let [(q, q_bias), (k, k_bias), (v, v_bias)] = [
+            self.projection.get(0, 1)?,
+            self.projection.get(1, 1)?,
+            self.projection.get(2, 1)?,
+        ];
+        parameters.q_proj_weight = values(&q)?;
+        parameters.k_proj_weight = values(&k)?;
+        parameters.v_proj_weight = values(&v)?;
+        parameters.q_proj_bias = optional(q_bias.as_ref())?;
+        parameters.k_proj_bias = optional(k_bias.as_ref())?;
+        parameters.v_proj_bias = optional(v_bias.as_ref())?;
+        parameters.out_proj_weight = values(self.output.weight())?;
+        parameters.out_proj_bias = optional(self.output.bias())?;
+        parameters.bias_k = optional(self.bias_kv.as_ref().map(|[key, _]| key))?;
+        parameters.bias_v = optional(self.bias_kv.as_ref().map(|[_, value]| value))?;
+        Ok(parameters)
     }
 
     /// Its sizes and options.

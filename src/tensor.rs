@@ -12,7 +12,7 @@ const MAX_RANK: usize = 4;
 /// A typed, strided view of a range of a `wgpu::Buffer`. Cloning it, splitting and merging heads, slicing and
 /// permuting move no data.
 ///
-/// ```no_run
+/// ```
 /// # fn main() -> multihead::Result<()> {
 /// use multihead::{Gpu, Tensor};
 ///
@@ -417,10 +417,14 @@ impl Tensor {
                  only a head-merged layout [B, L, H, D] can be viewed as [B, L, H D]"
             )));
         }
-        self.with_layout(Layout::strided(
-            &[batch, rows, heads * head_dim],
-            &[outer, row, stride],
-        )?)
+        // Without elements the product may be anything.
+        let width = heads.checked_mul(head_dim).ok_or_else(|| {
+            Error::Shape(format!(
+                "merge_heads of shape {:?}: {heads} heads of {head_dim} are too many entries for one axis",
+                self.shape()
+            ))
+        })?;
+        self.with_layout(Layout::strided(&[batch, rows, width], &[outer, row, stride])?)
     }
 
     /// The same elements with the axes in another order: axis `i` of the result is axis `axes[i]` of this one.

@@ -57,7 +57,7 @@ struct Link {
 }
 
 impl Maps {
-    /// Of batch row `batch`; of one head if `head` says so.
+    /// Of batch row `batch`; of one head, counted from 1, if `head` says so.
     pub(crate) fn new(
         case: &Case,
         answers: &Answers,
@@ -84,13 +84,13 @@ impl Maps {
             ));
         }
         let shown: Vec<usize> = match (heads, head) {
-            (Some(heads), Some(head)) if head >= heads => {
+            (Some(heads), Some(head)) if head == 0 || head > heads => {
                 return Err(format!(
-                    "has {heads} heads, counted from 0: --head {head} is not one of them"
+                    "has {heads} heads, counted from 1: --head {head} is not one of them"
                 ));
             }
             (None, Some(_)) => return Err("averages its weights over the heads: leave out --head".to_owned()),
-            (_, Some(head)) => vec![head],
+            (_, Some(head)) => vec![head.saturating_sub(1)],
             (heads, None) => (0..heads.unwrap_or(1)).collect(),
         };
         if shown.len() > MAX_PANELS {
@@ -145,7 +145,7 @@ impl Maps {
                 let cell = |row: usize, column: usize| weights.data[first + row * keys + column];
                 Panel {
                     heading: if heads.is_some() {
-                        format!("head {head}")
+                        format!("head {}", head + 1)
                     } else {
                         "mean of the heads".to_owned()
                     },

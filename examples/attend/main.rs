@@ -49,7 +49,7 @@ struct Arguments {
     /// Batch row to draw
     #[arg(long, value_name = "N", default_value_t = 0, requires = "heatmap")]
     batch: usize,
-    /// Draw one head alone, with numbers where there is room; heads count from 0
+    /// Draw one head alone, with numbers where there is room; heads count from 1
     #[arg(long, value_name = "N", requires = "heatmap")]
     head: Option<usize>,
 }
