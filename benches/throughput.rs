@@ -3,12 +3,15 @@
 //! Each call is submitted and waited for; the median of the runs counts. FLOPs by the usual model: attention
 //! `4 B H Lq Lk D` (half of it if causal), projection `2 M N K`, a layer both.
 
+// A benchmark's result is what it prints.
+#![allow(clippy::print_stdout)]
+
 use std::time::Instant;
 
 use clap::Parser;
 use multihead::{
     Attention, AttentionInputs, AttentionOptions, AttentionOutputs, Causal, DType, Gpu, Linear,
-    MultiHeadAttention, MultiHeadAttentionConfig, MultiHeadInputs, MultiHeadOutputs, Result, Tensor,
+    MultiHeadAttention, MultiHeadAttentionConfig, MultiHeadInputs, MultiHeadOutputs, Result, Tensor, wgpu,
 };
 
 #[derive(Parser)]
@@ -27,13 +30,14 @@ struct Arguments {
 struct Workload {
     name: String,
     flops: f64,
-    build: Box<dyn Fn(&Gpu) -> Result<Record>>,
+    build: Build,
 }
+
+/// Makes the tensors of a call.
+type Build = Box<dyn Fn(&Gpu) -> Result<Record>>;
 
 /// Records a call whose tensors exist already.
 type Record = Box<dyn Fn(&mut wgpu::CommandEncoder) -> Result<()>>;
-
-use multihead::wgpu;
 
 fn values(gpu: &Gpu, shape: &[usize]) -> Result<Tensor> {
     let count = shape.iter().product();

@@ -26,9 +26,14 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
     }
     let batch = element / params.head_size;
     let base = params.weights_start + batch * params.heads * params.head_size + element % params.head_size;
+    // In parts, so that the error does not grow with the number of heads.
     var sum = 0.0;
-    for (var h = 0u; h < params.heads; h++) {
-        sum += weights[base + h * params.head_size];
+    for (var first = 0u; first < params.heads; first += 64u) {
+        var part = 0.0;
+        for (var h = first; h < min(first + 64u, params.heads); h++) {
+            part += weights[base + h * params.head_size];
+        }
+        sum += part;
     }
     mean[params.mean_start + element] = sum / f32(params.heads);
 }

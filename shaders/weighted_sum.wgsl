@@ -40,6 +40,12 @@ struct Params {
 @group(0) @binding(2) var<storage, read> value: array<value_word>;
 @group(0) @binding(3) var<storage, read_write> output: array<output_word>;
 
+// Keys that are summed in one go; the error grows with BLOCK and with the number of blocks, not with the keys.
+const BLOCK: u32 = 512u;
+
+// Sums of the blocks so far.
+var<private> totals: array<vec4<f32>, COLS * ROW_GROUPS>;
+
 var<workgroup> met_not_finite: atomic<u32>;
 
 var<private> not_finite: bool;
@@ -64,9 +70,10 @@ fn load_a(row: u32, k: u32) -> f32 {
 
 fn load_b(k: u32, col: u32) -> f32 {
     let loaded = load_value(value_base + min(k, last_key) * value_row + min(col, last_dim) * value_dim);
+    // On bools, | and & do not branch as || and && do.
     let finite = is_finite(loaded);
-    not_finite = not_finite || !finite;
-    return select(0.0, loaded, k <= last_key && finite);
+    not_finite = not_finite | !finite;
+    return select(0.0, loaded, (k <= last_key) & finite);
 }
 
 fn sum_not_finite(row: u32, col: u32) -> f32 {
@@ -115,6 +122,8 @@ fn run(group: vec3<u32>, thread: u32, lane: u32) {
     value_base = params.value_start + batch * params.value_batch + h / params.group_size * params.value_head;
     output_base = params.output_start + batch * params.output_batch + h * params.output_head
         + params.first_row * params.output_row;
+    let first_weight = weights_base;
+    let first_value = value_base;
     last_row = params.rows - 1u;
     // Without keys there is nothing to load: inner is 0.
     last_key = max(params.keys, 1u) - 1u;
@@ -127,7 +136,19 @@ fn run(group: vec3<u32>, thread: u32, lane: u32) {
         atomicStore(&met_not_finite, 0u);
     }
     workgroupBarrier();
-    product(row0, col0, params.keys, thread, lane);
+    for (var start = 0u; start < params.keys; start += BLOCK) {
+        product(row0, col0, min(BLOCK, params.keys - start), thread, lane);
+        for (var i = 0u; i < COLS * ROW_GROUPS; i++) {
+            totals[i] += sums[i];
+            sums[i] = vec4<f32>(0.0);
+        }
+        weights_base += BLOCK;
+        value_base += BLOCK * value_row;
+        last_key -= min(BLOCK, last_key);
+    }
+    sums = totals;
+    weights_base = first_weight;
+    value_base = first_value;
     if not_finite {
         atomicStore(&met_not_finite, 1u);
     }

@@ -250,7 +250,10 @@ impl Attention {
             inputs.value,
             outputs.present_value,
         )?;
-        if product(&[shape.batch, shape.heads, shape.queries]) == 0 {
+        let rows = product(&[shape.batch, shape.heads, shape.queries]);
+        let only_output =
+            outputs.lse.is_none() && outputs.weights.is_none() && outputs.mean_weights.is_none();
+        if rows == 0 || (shape.value_dim == 0 && only_output) {
             return Ok(());
         }
 

@@ -40,7 +40,7 @@ struct Inner {
     info: wgpu::AdapterInfo,
     features: wgpu::Features,
     limits: wgpu::Limits,
-    kernels: Mutex<HashMap<Variant, Arc<OnceLock<Result<Arc<Kernel>>>>>>,
+    kernels: Mutex<HashMap<Variant, Arc<Building>>>,
     scratch: Mutex<HashMap<Scratch, wgpu::Buffer>>,
     /// Bound where an optional input is absent: WebGPU has no empty binding.
     absent: wgpu::Buffer,
@@ -49,6 +49,9 @@ struct Inner {
     lost: Arc<Mutex<Option<String>>>,
     counters: Counters,
 }
+
+/// A kernel that is built at its first use, by one thread.
+type Building = OnceLock<Result<Arc<Kernel>>>;
 
 #[derive(Default)]
 struct Counters {
@@ -81,9 +84,10 @@ impl std::fmt::Debug for Gpu {
 }
 
 impl PartialEq for Gpu {
-    /// Whether both are the same device.
+    /// Whether both are clones of one `Gpu`. `wgpu`'s own comparison takes devices of two instances for one: it
+    /// compares numbers that each instance counts for itself.
     fn eq(&self, other: &Self) -> bool {
-        self.inner.device == other.inner.device
+        Arc::ptr_eq(&self.inner, &other.inner)
     }
 }
 
@@ -143,6 +147,8 @@ impl Gpu {
 
     /// Joins a device that the caller owns. Its limits and features are respected as they are, and its error
     /// handler, lost-device callback and error scopes are left alone.
+    ///
+    /// Join a device once and clone the `Gpu`: tensors of one are refused by another.
     ///
     /// # Errors
     ///
@@ -356,14 +362,17 @@ impl Gpu {
     /// A new buffer of `bytes`, rounded up to whole 16-byte units so that any binding of it is legal.
     pub(crate) fn buffer(&self, label: &str, bytes: u64, usage: wgpu::BufferUsages) -> Result<wgpu::Buffer> {
         let size = self.check_size(label, bytes)?;
-        self.guarded(&format!("creating {label}"), size, || {
+        let during = format!("creating {label}");
+        let buffer = self.guarded(&during, size, || {
             self.inner.device.create_buffer(&wgpu::BufferDescriptor {
                 label: Some(label),
                 size,
                 usage,
                 mapped_at_creation: false,
             })
-        })
+        })?;
+        self.check_alive(&during)?;
+        Ok(buffer)
     }
 
     /// A new buffer that starts with what `fill` writes into its bytes; they are zero before.
@@ -432,7 +441,7 @@ impl Gpu {
         }
     }
 
-    fn check_alive(&self, during: &str) -> Result<()> {
+    pub(crate) fn check_alive(&self, during: &str) -> Result<()> {
         check_alive(&self.inner.device, &self.inner.lost, during)
     }
 }

@@ -1,6 +1,9 @@
 //! What one attention call reads and writes.
 
-use crate::{AttentionOptions, AttentionShape, DType, Error, Gpu, Result, Tensor, shape::broadcast_strides};
+use crate::{
+    AttentionOptions, AttentionShape, DType, Error, Gpu, Result, Tensor, shape::broadcast_strides,
+    shape::product,
+};
 
 /// A mask of scores, on the GPU. Booleans never travel bare: the constructor says what `true` means.
 ///
@@ -395,6 +398,15 @@ impl<'a> AttentionInputs<'a> {
             value_dim,
         };
         shape.validate()?;
+        // Kernels count rows in 32 bits. More than fit in any memory are possible if each has no element.
+        let rows = product(&[batch, heads, queries]);
+        if rows > u64::from(u32::MAX) {
+            return Err(Error::Shape(format!(
+                "query has shape {:?}: {rows} rows, at most {} are allowed",
+                self.query.shape(),
+                u32::MAX
+            )));
+        }
         Ok(shape)
     }
 
@@ -465,7 +477,7 @@ pub(crate) fn check_device(gpu: &Gpu, name: &str, tensor: &Tensor) -> Result<()>
         return Ok(());
     }
     Err(Error::WrongDevice(format!(
-        "{name} lives on {}, the call runs on another device, {}: download and upload it, or share one Gpu",
+        "{name} lives on {}, the call runs on another device or Gpu, {}: download and upload it, or share one Gpu by cloning it",
         tensor.gpu().description(),
         gpu.description()
     )))

@@ -424,3 +424,52 @@ macro_rules! params {
     };
 }
 pub(crate) use params;
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    /// A kernel that does not compile, or not on this device, is an error with its name and the compiler's words;
+    /// the device goes on, and no half-built pipeline is kept.
+    #[test]
+    fn a_broken_shader_is_an_error_and_not_zeros() {
+        let gpu = Gpu::new().unwrap();
+        let entry = "@compute @workgroup_size(1) fn main() {}";
+        for (source, says) in [
+            ("fn main( {", "expected"),
+            ("@compute @workgroup_size(1) fn other() {}", "main"),
+            (
+                "@compute @workgroup_size(1) fn main() { let x: f32 = 1u; }",
+                "f32",
+            ),
+            ("@compute @workgroup_size(1 << 30) fn main() {}", "Workgroup size"),
+            (
+                "const INFINITE: f32 = 1.0 / 0.0;\n@compute @workgroup_size(1) fn main() {}",
+                "0.0",
+            ),
+        ] {
+            let built = Kernel::from_source(&gpu, "broken".to_owned(), source);
+            let Err(Error::Shader { kernel, message }) = built else {
+                unreachable!("{source} gave {built:?}");
+            };
+            assert_eq!(kernel, "broken");
+            assert!(message.contains(says), "{source}: {message}");
+        }
+        let broken = Variant {
+            name: "broken",
+            pieces: vec!["not WGSL"],
+            constants: vec![],
+            inputs: vec![],
+            output: None,
+            subgroups: false,
+        };
+        for _ in 0..2 {
+            assert!(matches!(gpu.kernel(&broken), Err(Error::Shader { .. })));
+        }
+        assert!(Kernel::from_source(&gpu, "whole".to_owned(), entry).is_ok());
+        let one = Tensor::upload(&gpu, &[1.0f32], &[1, 1]).unwrap();
+        let linear = crate::Linear::new(one.clone(), None).unwrap();
+        assert_eq!(linear.run(&one).unwrap().download::<f32>(), Ok(vec![1.0]));
+    }
+}

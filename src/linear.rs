@@ -139,9 +139,15 @@ impl Linear {
                 output.strides()
             )));
         }
+        check_float("x", x)?;
+        check_float("output", output)?;
         let inputs_named = [("x", x), ("weight", &self.weight)].into_iter();
         let bias_named = self.bias.iter().map(|bias| ("bias", bias));
         check_overlaps(inputs_named.chain(bias_named), [("output", output)].into_iter())?;
+        if output.is_empty() {
+            // Its other axes may be longer than a dispatch could count.
+            return Ok(());
+        }
         let (binding, start) = Binding::output(gpu, "output", output)?;
         let part = Part {
             start,

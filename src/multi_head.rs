@@ -55,29 +55,29 @@ pub struct MultiHeadAttention {
     attention: [Attention; 3],
 }
 
+/// Weights and biases of the input projections: one `[3E, E]` and `[3E]`, q, k, v one below the other, or
+/// `[E, E]`, `[E, kdim]`, `[E, vdim]` and `[E]` each.
 #[derive(Debug, Clone)]
-enum Projection {
-    /// `[3E, E]` and `[3E]`.
-    Packed(Tensor, Option<Tensor>),
-    /// `[E, E]`, `[E, kdim]`, `[E, vdim]` and `[E]` each.
-    Separate([Tensor; 3], [Option<Tensor>; 3]),
-}
+struct Projection(Vec<(Tensor, Option<Tensor>)>);
 
 impl Projection {
+    fn is_packed(&self) -> bool {
+        self.0.len() == 1
+    }
+
     /// Weight and bias of consecutive projections, q = 0, k = 1, v = 2. More than one only if packed.
     fn get(&self, first: usize, count: usize) -> Result<(Tensor, Option<Tensor>)> {
-        match self {
-            Self::Packed(weight, bias) => {
-                let size = weight.shape()[0] / 3;
-                let range = first * size..(first + count) * size;
-                let bias = bias
-                    .as_ref()
-                    .map(|bias| bias.slice(0, range.clone()))
-                    .transpose()?;
-                Ok((weight.slice(0, range)?, bias))
-            }
-            Self::Separate(weights, biases) => Ok((weights[first].clone(), biases[first].clone())),
+        if !self.is_packed() {
+            return Ok(self.0[first].clone());
         }
+        let (weight, bias) = &self.0[0];
+        let size = weight.shape()[0] / 3;
+        let range = first * size..(first + count) * size;
+        let bias = bias
+            .as_ref()
+            .map(|bias| bias.slice(0, range.clone()))
+            .transpose()?;
+        Ok((weight.slice(0, range)?, bias))
     }
 }
 
@@ -290,23 +290,25 @@ impl MultiHeadAttention {
                 (Some(q), Some(k), Some(v)) => Some([&q[..], k, v].concat()),
                 _ => None,
             };
-            Projection::Packed(
+            Projection(vec![(
                 upload(&weight, &[3 * embed, embed])?,
                 vector(&bias, &[3 * embed])?,
-            )
+            )])
         } else {
-            Projection::Separate(
-                [
+            Projection(vec![
+                (
                     upload(&p.q_proj_weight, &[embed, embed])?,
-                    upload(&p.k_proj_weight, &[embed, config.kdim])?,
-                    upload(&p.v_proj_weight, &[embed, config.vdim])?,
-                ],
-                [
                     vector(&p.q_proj_bias, &[embed])?,
+                ),
+                (
+                    upload(&p.k_proj_weight, &[embed, config.kdim])?,
                     vector(&p.k_proj_bias, &[embed])?,
+                ),
+                (
+                    upload(&p.v_proj_weight, &[embed, config.vdim])?,
                     vector(&p.v_proj_bias, &[embed])?,
-                ],
-            )
+                ),
+            ])
         };
         let output = Linear::new(
             upload(&p.out_proj_weight, &[embed, embed])?,
@@ -613,7 +615,7 @@ impl MultiHeadAttention {
         };
 
         let sources = [inputs.query, inputs.key(), inputs.value()];
-        let packed = matches!(self.projection, Projection::Packed(..)) && fits;
+        let packed = self.projection.is_packed() && fits;
         let mut first = 0;
         while first < 3 {
             let same = |next: &usize| packed && sources[*next] == sources[first];

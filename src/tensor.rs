@@ -9,6 +9,10 @@ use crate::{DType, Element, Error, Gpu, Result, shape::product};
 /// Most axes that a tensor has.
 const MAX_RANK: usize = 4;
 
+/// Longest axis. Shaders count in 32 bits; and so no sum or product of two axes overflows on the host, not even
+/// those of a tensor without elements.
+const MAX_SIZE: usize = u32::MAX as usize;
+
 /// A typed, strided view of a range of a `wgpu::Buffer`. Cloning it, splitting and merging heads, slicing and
 /// permuting move no data.
 ///
@@ -59,6 +63,11 @@ impl Layout {
         if shape.len() > MAX_RANK || shape.len() != strides.len() {
             return Err(Error::Shape(format!(
                 "shape {shape:?} with strides {strides:?}: a tensor has at most {MAX_RANK} axes and one stride for each"
+            )));
+        }
+        if let Some(size) = shape.iter().find(|&&size| size > MAX_SIZE) {
+            return Err(Error::Shape(format!(
+                "shape {shape:?}: an axis of {size} entries, at most {MAX_SIZE} are allowed"
             )));
         }
         let mut layout = Self {
@@ -209,7 +218,8 @@ impl Tensor {
     ///
     /// [`Error::Buffer`] if the buffer lacks `BufferUsages::STORAGE`, is too small, is not a whole number of
     /// 32-bit words, or `offset` is not a multiple of the element's size; [`Error::WrongDevice`] if it
-    /// belongs to another device.
+    /// belongs to another device of the same `wgpu::Instance`. `wgpu` numbers buffers per instance and cannot tell
+    /// a buffer of another instance: it panics, or takes its own of the same number.
     pub fn from_buffer_strided(
         gpu: &Gpu,
         buffer: &wgpu::Buffer,
@@ -266,6 +276,7 @@ impl Tensor {
     /// A buffer does not tell its device; binding it does.
     fn check_device(&self) -> Result<()> {
         let device = self.gpu.device();
+        self.gpu.check_alive("binding a caller's buffer")?;
         self.gpu
             .guarded("binding a caller's buffer", 0, || {
                 let layout = device.create_bind_group_layout(&wgpu::BindGroupLayoutDescriptor {
@@ -417,14 +428,10 @@ impl Tensor {
                  only a head-merged layout [B, L, H, D] can be viewed as [B, L, H D]"
             )));
         }
-        // Without elements the product may be anything.
-        let width = heads.checked_mul(head_dim).ok_or_else(|| {
-            Error::Shape(format!(
-                "merge_heads of shape {:?}: {heads} heads of {head_dim} are too many entries for one axis",
-                self.shape()
-            ))
-        })?;
-        self.with_layout(Layout::strided(&[batch, rows, width], &[outer, row, stride])?)
+        self.with_layout(Layout::strided(
+            &[batch, rows, heads.saturating_mul(head_dim)],
+            &[outer, row, stride],
+        )?)
     }
 
     /// The same elements with the axes in another order: axis `i` of the result is axis `axes[i]` of this one.

@@ -6,7 +6,7 @@
 //   ROWS, COLS    outputs of a thread: 4, 8, 12 or 16 rows, 1 to 4 columns
 //   THREAD_ROWS, THREAD_COLS
 //                 how the threads of the workgroup share out the tile
-//   DEPTH         steps kept in workgroup memory, a multiple of 4
+//   DEPTH         steps kept in workgroup memory, a multiple of 8; DEPTH * TILE_COLS a multiple of 2 * WORKGROUP
 // Workgroup memory: 4 * DEPTH * (TILE_ROWS + TILE_COLS + 5) bytes.
 //
 // The kernel supplies
@@ -16,6 +16,9 @@
 //   fn load_b(k: u32, col: u32) -> f32    0 where k is outside
 //   fn run(group: vec3<u32>, thread: u32, lane: u32)
 //     which calls product() and stores `sums`; the entry point is here.
+//
+// Mesa 22.3's software adapter silently ends every loop of an invocation after 65,535 iterations in all, inner
+// loops included: the fewer per step, the longer the sums that it gets right.
 //
 // The products are written out instead of looped over: wgpu gives every loop a
 // counter of its own so that none is endless, and a loop with such a counter is
@@ -58,11 +61,16 @@ fn copy_a(row0: u32, k0: u32, thread: u32) {
     }
 }
 
+fn copy_cell_b(i: u32, col0: u32, k0: u32) {
+    let step = select(i % DEPTH, i / TILE_COLS, B_ALONG_COLS);
+    let col = select(i / DEPTH, i % TILE_COLS, B_ALONG_COLS);
+    tile_b[step * STRIDE_B + col] = load_b(k0 + step, col0 + col);
+}
+
 fn copy_b(col0: u32, k0: u32, thread: u32) {
-    for (var i = thread; i < DEPTH * TILE_COLS; i += WORKGROUP) {
-        let step = select(i % DEPTH, i / TILE_COLS, B_ALONG_COLS);
-        let col = select(i / DEPTH, i % TILE_COLS, B_ALONG_COLS);
-        tile_b[step * STRIDE_B + col] = load_b(k0 + step, col0 + col);
+    for (var i = thread; i < DEPTH * TILE_COLS; i += 2u * WORKGROUP) {
+        copy_cell_b(i, col0, k0);
+        copy_cell_b(i + WORKGROUP, col0, k0);
     }
 }
 
@@ -123,13 +131,17 @@ fn product(row0: u32, col0: u32, inner: u32, thread: u32, lane: u32) {
         copy_a(row0, k0, thread);
         copy_b(col0, k0, thread);
         workgroupBarrier();
-        for (var k = 0u; k < DEPTH; k += 4u) {
+        for (var k = 0u; k < DEPTH; k += 8u) {
             let at_a = from_a + k * STRIDE_A;
             let at_b = from_b + k * STRIDE_B;
             add_step(at_a, at_b);
-            add_step(at_a + STRIDE_A, at_b + STRIDE_B);
+            add_step(at_a + 1u * STRIDE_A, at_b + 1u * STRIDE_B);
             add_step(at_a + 2u * STRIDE_A, at_b + 2u * STRIDE_B);
             add_step(at_a + 3u * STRIDE_A, at_b + 3u * STRIDE_B);
+            add_step(at_a + 4u * STRIDE_A, at_b + 4u * STRIDE_B);
+            add_step(at_a + 5u * STRIDE_A, at_b + 5u * STRIDE_B);
+            add_step(at_a + 6u * STRIDE_A, at_b + 6u * STRIDE_B);
+            add_step(at_a + 7u * STRIDE_A, at_b + 7u * STRIDE_B);
         }
         workgroupBarrier();
     }

@@ -6,7 +6,6 @@
 // by its bits alone; a visible score never has them.
 
 const HIDDEN: u32 = 0xff800000u;
-const LOWEST: u32 = 0xff7fffffu;
 
 const MASK_NONE: u32 = 0u;
 const MASK_KEEP: u32 = 1u;
@@ -94,6 +93,12 @@ fn hyperbolic_tangent(x: f32) -> f32 {
     return select(far, -far, x < 0.0);
 }
 
+// The nearest finite number: an infinity's bits less one are those of the largest or lowest float. NaN stays.
+fn saturated(x: f32) -> f32 {
+    let bits = bitcast<u32>(x);
+    return bitcast<f32>(select(bits, bits - 1u, (bits & 0x7fffffffu) == 0x7f800000u));
+}
+
 // The bits of the score of query i and key j, HIDDEN if the key is invisible.
 fn rule_score(head: Head, i: u32, j: u32, dot: f32) -> u32 {
     var score = dot * params.rule.scale;
@@ -105,33 +110,34 @@ fn rule_score(head: Head, i: u32, j: u32, dot: f32) -> u32 {
         let p = i32(i) + head.offset;
         let distance = i32(j) - p;
         score -= head.slope * f32(abs(distance));
-        visible = j < head.length
-            && (params.rule.left >= UNBOUNDED || distance >= -params.rule.left)
-            && (params.rule.right >= UNBOUNDED || distance <= params.rule.right);
+        // On bools, & and | do not branch as && and || do.
+        visible = (j < head.length)
+            & ((params.rule.left >= UNBOUNDED) | (distance >= -params.rule.left))
+            & ((params.rule.right >= UNBOUNDED) | (distance <= params.rule.right));
         if params.rule.key_mask_kind != MASK_NONE {
             let at = params.rule.key_mask_start + head.batch * params.rule.key_mask_batch + j * params.rule.key_mask_key;
-            visible = visible && keeps(at, key_mask[at >> 2u], params.rule.key_mask_kind);
+            visible = visible & keeps(at, key_mask[at >> 2u], params.rule.key_mask_kind);
         }
         if params.rule.mask_kind != MASK_NONE {
-            visible = visible && j < params.rule.mask_keys;
+            // An overflow must not meet the mask's opposite infinity.
+            score = saturated(score);
+            visible = visible & (j < params.rule.mask_keys);
             if params.rule.mask_keys > 0u {
                 let at = params.rule.mask_start + head.batch * params.rule.mask_batch + head.head * params.rule.mask_head
                     + i * params.rule.mask_query + min(j, params.rule.mask_keys - 1u) * params.rule.mask_key;
                 if params.rule.mask_kind == MASK_F32 {
                     let bits = mask[at];
-                    visible = visible && bits != HIDDEN;
-                    score += bitcast<f32>(bits);
+                    visible = visible & (bits != HIDDEN);
+                    score += saturated(bitcast<f32>(bits));
                 } else if params.rule.mask_kind == MASK_F16 {
                     let bits = (mask[at >> 1u] >> (16u * (at & 1u))) & 0xffffu;
-                    visible = visible && bits != 0xfc00u;
-                    score += unpack2x16float(bits).x;
+                    visible = visible & (bits != 0xfc00u);
+                    score += saturated(unpack2x16float(bits).x);
                 } else {
-                    visible = visible && keeps(at, mask[at >> 2u], params.rule.mask_kind);
+                    visible = visible & keeps(at, mask[at >> 2u], params.rule.mask_kind);
                 }
             }
         }
     }
-    // A visible score that fell off the range stays the lowest there is.
-    let bits = bitcast<u32>(score);
-    return select(HIDDEN, select(bits, LOWEST, bits == HIDDEN), visible);
+    return select(HIDDEN, bitcast<u32>(saturated(score)), visible);
 }

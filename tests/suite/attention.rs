@@ -90,10 +90,10 @@ impl Call {
             .then(|| (0..shape.batch).map(|_| numbers.below(maskable + 1)).collect());
         if let Some(lengths) = &lengths {
             // What lies behind a length may be anything.
-            for b in 0..shape.batch {
+            for (b, &length) in lengths.iter().enumerate() {
                 for (tensor, size) in [(&mut key, shape.head_dim), (&mut value, shape.value_dim)] {
                     for h in 0..shape.kv_heads {
-                        for j in lengths[b]..maskable {
+                        for j in length..maskable {
                             let at = ((b * shape.kv_heads + h) * shape.keys + j) * size;
                             tensor[at..at + size].fill(f32::NAN);
                         }

@@ -1,1 +1,85 @@
-//! cases
+//! The case files: inputs and right answers from PyTorch and ONNX.
+
+#[path = "../../examples/attend/case.rs"]
+mod case;
+#[path = "../../examples/attend/gpu.rs"]
+mod run;
+
+use std::path::{Path, PathBuf};
+
+use case::{Case, CaseError, Comparison};
+
+use crate::support::gpu;
+
+fn files() -> Vec<PathBuf> {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data");
+    let mut files: Vec<PathBuf> = std::fs::read_dir(folder)
+        .unwrap()
+        .map(|entry| entry.unwrap().path())
+        .filter(|path| path.extension().is_some_and(|ending| ending == "safetensors"))
+        .collect();
+    files.sort();
+    files
+}
+
+/// Every file, on the library's own device and on one without optional features.
+#[test]
+fn every_case_file_passes_on_the_gpu() {
+    let files = files();
+    assert!(files.len() >= 69, "{} case files", files.len());
+    let mut failures = Vec::new();
+    for path in &files {
+        let name = path.file_name().unwrap().to_string_lossy();
+        match Case::read(path) {
+            Err(error) => failures.push(format!("{name}: {error:?}")),
+            Ok(case) => {
+                for (device, gpu) in [("own", gpu()), ("plain", crate::field::plain())] {
+                    if let Some(problem) = problem(gpu, &case) {
+                        failures.push(format!("{name} on the {device} device: {problem}"));
+                    }
+                }
+            }
+        }
+    }
+    assert!(
+        failures.is_empty(),
+        "{} of {} case files:\n{}",
+        failures.len(),
+        files.len(),
+        failures.join("\n")
+    );
+    println!("{} case files pass", files.len());
+}
+
+/// What is wrong with the GPU's answers; each answer must be there and the kernels must have run.
+fn problem(gpu: &multihead::Gpu, case: &Case) -> Option<String> {
+    if case.expected.is_empty() {
+        return Some("has no answer to compare with".to_owned());
+    }
+    let before = gpu.dispatches();
+    let answers = match run::run(gpu, case, case.expects_weights()) {
+        Ok(answers) => answers,
+        Err(CaseError::Unsupported(reason)) => return Some(format!("unsupported: {reason}")),
+        Err(CaseError::Bad(reason)) => return Some(reason),
+    };
+    if gpu.dispatches() - before < 3 {
+        return Some("no kernel ran".to_owned());
+    }
+    let wrong: Vec<String> = case
+        .compare(&answers)
+        .iter()
+        .filter(|comparison| !Comparison::passes(comparison))
+        .map(ToString::to_string)
+        .collect();
+    (!wrong.is_empty()).then(|| wrong.join(", "))
+}
+
+/// The comparison can fail: an answer that is moved by more than its tolerance is told.
+#[test]
+fn a_wrong_answer_is_told() {
+    let mut case = Case::read(&files()[0]).unwrap();
+    assert_eq!(problem(gpu(), &case), None);
+    let expected = case.expected.get_mut("output").unwrap();
+    expected.data[0] += 3.0 * expected.tolerance as f32 + 1e-4;
+    assert!(problem(gpu(), &case).unwrap().contains("output"));
+}

@@ -165,7 +165,7 @@ pub(crate) fn check_bound(
             (f64::from(got) - truth).abs()
         };
         // A NaN is larger than any bound.
-        if !(error <= worst.0) {
+        if error > worst.0 || error.is_nan() {
             worst = (error, index);
             if error.is_nan() {
                 break;
