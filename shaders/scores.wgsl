@@ -44,6 +44,14 @@ struct Params {
 @group(0) @binding(6) var<storage, read> slopes: array<f32>;
 @group(0) @binding(7) var<storage, read_write> scores: array<u32>;
 
+fn load_length(i: u32) -> u32 {
+    return lengths[i];
+}
+
+fn load_slope(h: u32) -> f32 {
+    return slopes[h];
+}
+
 var<private> head: Head;
 var<private> query_base: u32;
 var<private> key_base: u32;

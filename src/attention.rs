@@ -6,14 +6,13 @@ use crate::{
     gpu::Scratch,
     kernel::{Batch, Binding, Storage},
     kernels::{
-        Chunk, copy, mean_heads,
+        Chunk, Vector, copy, flash, join_words, mean_heads,
         scores::{self, Operand, Rule},
-        softmax::{self, Vector},
-        weighted_sum,
+        softmax, weighted_sum,
     },
-    mask::Visibility,
+    mask::{UNBOUNDED, Visibility},
     shape::product,
-    tuning::{Product, SCORES_CHUNK, Tile},
+    tuning::{FUSED_QUERIES, FlashTile, Product, SCORES_CHUNK, SOFTWARE_ITERATIONS, Tile},
 };
 
 /// Scaled dot-product attention with everything that hides, moves or caps a score
@@ -23,8 +22,11 @@ use crate::{
 /// output = softmax(mask(softcap(scale Q K^T) - alibi + bias)) V
 /// ```
 ///
-/// The composed path: scores, softmax and weighted sum are kernels of their own, and the scores of a
-/// bounded chunk of rows go through memory. A query that sees no key gives 0.
+/// Two paths compute it ([`Path`]). The fused one makes a single pass over the keys, skips those that the window,
+/// causal order or length hides from a whole tile of queries, and writes no score to memory. The composed one has
+/// kernels of their own for scores, softmax and weighted sum; the scores of a bounded chunk of rows go through memory.
+/// It serves when the weights are wanted and where the fused one does not pay; [`Attention::choice`] says which runs
+/// and why. A query that sees no key gives 0.
 ///
 /// Build it once and call it with any shapes. [`Attention::record`] puts the work into the caller's encoder and
 /// neither submits nor waits; [`Attention::run`] allocates the outputs and submits.
@@ -49,6 +51,31 @@ pub struct Attention {
     gpu: Gpu,
     options: AttentionOptions,
     slopes: Option<Tensor>,
+    path: Path,
+}
+
+/// How a call is computed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub enum Path {
+    /// Whichever [`Attention::choice`] finds.
+    #[default]
+    Auto,
+    /// One pass over the keys; no score reaches memory.
+    Fused,
+    /// Scores, softmax and weighted sum one after the other.
+    Composed,
+}
+
+/// What computes a call, and why.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Choice {
+    /// [`Path::Fused`] or [`Path::Composed`].
+    pub path: Path,
+    /// Why this path.
+    pub reason: String,
+    /// Tile sizes of its kernels.
+    pub tile: String,
 }
 
 /// What [`Attention::run`] returns besides the output.
@@ -130,6 +157,81 @@ impl Attention {
             gpu: gpu.clone(),
             options,
             slopes,
+            path: Path::Auto,
+        })
+    }
+
+    /// The same operator with its path forced.
+    pub fn with_path(mut self, path: Path) -> Self {
+        self.path = path;
+        self
+    }
+
+    /// Which path computes a call of this shape, and why; `weights` if its weights or their mean are wanted.
+    ///
+    /// ```
+    /// # fn main() -> multihead::Result<()> {
+    /// use multihead::{Attention, AttentionOptions, AttentionShape, Gpu, Path};
+    ///
+    /// let attention = Attention::new(&Gpu::new()?, AttentionOptions::new())?;
+    /// let shape = AttentionShape::new(1, 8, 512, 64);
+    /// assert_eq!(attention.choice(&shape, false)?.path, Path::Fused);
+    /// assert_eq!(attention.choice(&shape, true)?.path, Path::Composed);
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Option`] if the fused path is forced and weights are wanted.
+    pub fn choice(&self, shape: &AttentionShape, weights: bool) -> Result<Choice> {
+        let (path, reason) = self.choose(shape, weights)?;
+        let tile = match path {
+            Path::Fused => format!("{:?}", FlashTile::of(&self.gpu, shape.head_dim, shape.value_dim)),
+            _ => format!("{:?}", Tile::of(&self.gpu, Product::Scores)),
+        };
+        Ok(Choice { path, reason, tile })
+    }
+
+    fn choose(&self, shape: &AttentionShape, weights: bool) -> Result<(Path, String)> {
+        let tile = FlashTile::of(&self.gpu, shape.head_dim, shape.value_dim);
+        let visibility = Visibility::new(&self.options);
+        let seen = if visibility.left < UNBOUNDED && visibility.right < UNBOUNDED {
+            let window = visibility.left as u64 + visibility.right as u64 + u64::from(tile.rows());
+            window.min(shape.keys as u64) + self.options.always_visible_keys as u64
+        } else {
+            shape.keys as u64
+        };
+        let software = self.gpu.info().device_type == wgpu::DeviceType::Cpu;
+        let iterations = tile.iterations(seen, shape.head_dim as u64);
+        Ok(match self.path {
+            Path::Fused if weights => {
+                return Err(Error::Option(
+                    "the fused path never holds the weights: ask for them on Path::Composed or Path::Auto"
+                        .to_owned(),
+                ));
+            }
+            _ if shape.value_dim == 0 => (
+                Path::Composed,
+                "values without columns leave the fused path nothing to do".to_owned(),
+            ),
+            Path::Fused => (Path::Fused, "it was asked for".to_owned()),
+            Path::Composed => (Path::Composed, "it was asked for".to_owned()),
+            Path::Auto if weights => (Path::Composed, "the weights are wanted".to_owned()),
+            Path::Auto if shape.queries < FUSED_QUERIES => (
+                Path::Composed,
+                format!(
+                    "{} queries would leave most of the fused kernel's rows idle",
+                    shape.queries
+                ),
+            ),
+            Path::Auto if software && iterations > SOFTWARE_ITERATIONS => (
+                Path::Composed,
+                format!(
+                    "software adapters end an invocation's loops after 65535 rounds, the fused one needs {iterations}"
+                ),
+            ),
+            Path::Auto => (Path::Fused, "the weights are not wanted".to_owned()),
         })
     }
 
@@ -268,39 +370,98 @@ impl Attention {
             start,
             strides,
         };
-        let bound = self.bind_rule(inputs, &shape)?;
-        let rows = scores::Inputs {
-            query: &query,
-            key: &key,
-            mask: &bound.mask,
-            key_mask: &bound.key_mask,
-            lengths: &bound.lengths,
-            slopes: &bound.slopes,
-            rule: bound.rule,
-        };
-        let sinks: Vector = match inputs.sinks {
-            Some(sinks) => {
-                let (binding, start) = Binding::tensor(gpu, "sinks", sinks)?;
-                Some((binding, start, sinks.strides()[0] as u32))
-            }
-            None => None,
-        };
+        let rule = self.bind_rule(inputs, &shape)?;
         let lse = outputs
             .lse
             .map(|lse| Binding::output(gpu, "lse", lse))
             .transpose()?;
+        let operands = [&query, &key, &value, &output];
+        match self
+            .choose(
+                &shape,
+                outputs.weights.is_some() || outputs.mean_weights.is_some(),
+            )?
+            .0
+        {
+            Path::Fused => self.fused(batch, &shape, operands, &rule, &lse),
+            _ => self.composed(batch, &shape, operands, &rule, &lse, outputs),
+        }
+    }
 
+    fn fused(
+        &self,
+        batch: &mut Batch,
+        shape: &AttentionShape,
+        [query, key, value, output]: [&Operand; 4],
+        bound: &BoundRule,
+        lse: &Option<(Binding, u32)>,
+    ) -> Result<()> {
+        let vectors = [
+            bound.lengths.as_ref(),
+            bound.slopes.as_ref(),
+            bound.sinks.as_ref(),
+        ];
+        let (words, [lengths, slopes, sinks]) = join_words::push(batch, vectors)?;
+        let rule = Rule {
+            lengths_start: lengths.0,
+            lengths_stride: lengths.1,
+            ..bound.rule
+        };
+        flash::Call {
+            query,
+            key,
+            value,
+            output,
+            mask: &bound.mask,
+            key_mask: &bound.key_mask,
+            words,
+            slopes_start: slopes.0,
+            sinks: bound.sinks.as_ref().map(|_| sinks),
+            lse,
+            rule,
+        }
+        .push(
+            batch,
+            FlashTile::of(&self.gpu, shape.head_dim, shape.value_dim),
+            shape,
+        )
+    }
+
+    fn composed(
+        &self,
+        batch: &mut Batch,
+        shape: &AttentionShape,
+        [query, key, value, output]: [&Operand; 4],
+        bound: &BoundRule,
+        lse: &Option<(Binding, u32)>,
+        outputs: &AttentionOutputs,
+    ) -> Result<()> {
+        let gpu = &self.gpu;
+        let vector = |vector: &Option<Vector>| {
+            vector
+                .as_ref()
+                .map_or_else(|| Binding::absent(gpu), |vector| vector.binding.clone())
+        };
+        let rows = scores::Inputs {
+            query,
+            key,
+            mask: &bound.mask,
+            key_mask: &bound.key_mask,
+            lengths: &vector(&bound.lengths),
+            slopes: &vector(&bound.slopes),
+            rule: bound.rule,
+        };
         let all_scores = shape.scores().saturating_mul(4);
         let (chunks, weights) = if let Some(weights) = outputs.weights {
-            (vec![whole(&shape)], Binding::output(gpu, "weights", weights)?)
+            (vec![whole(shape)], Binding::output(gpu, "weights", weights)?)
         } else if outputs.mean_weights.is_some() {
             let scratch = gpu.scratch(Scratch::Weights, all_scores)?;
             (
-                vec![whole(&shape)],
+                vec![whole(shape)],
                 (Binding::prefix(gpu, "weights", &scratch, all_scores)?, 0),
             )
         } else {
-            let chunks = chunks(gpu, &shape)?;
+            let chunks = chunks(gpu, shape)?;
             let row = shape.keys as u64 * 4;
             let bytes = chunks.iter().map(Chunk::all_rows).max().unwrap_or(0) * row;
             let scratch = gpu.scratch(Scratch::Scores, bytes)?;
@@ -312,17 +473,12 @@ impl Attention {
         );
         for chunk in chunks {
             let (binding, start) = &weights;
-            scores::push(batch, scores_tile, &shape, chunk, &rows, binding.clone(), *start)?;
-            softmax::push(batch, &shape, chunk, &sinks, binding.clone(), *start, &lse)?;
-            weighted_sum::push(batch, sum_tile, &shape, chunk, weights.clone(), &value, &output)?;
+            scores::push(batch, scores_tile, shape, chunk, &rows, binding.clone(), *start)?;
+            softmax::push(batch, shape, chunk, &bound.sinks, binding.clone(), *start, lse)?;
+            weighted_sum::push(batch, sum_tile, shape, chunk, weights.clone(), value, output)?;
         }
         if let Some(mean) = outputs.mean_weights {
-            mean_heads::push(
-                batch,
-                &shape,
-                weights,
-                Binding::output(gpu, "mean_weights", mean)?,
-            )?;
+            mean_heads::push(batch, shape, weights, Binding::output(gpu, "mean_weights", mean)?)?;
         }
         Ok(())
     }
@@ -364,18 +520,22 @@ impl Attention {
             let strides = mask.tensor().strides();
             [rule.key_mask_batch, rule.key_mask_key] = [strides[0] as u32, strides[1] as u32];
         }
-        let (lengths, start) = bind("kv_lengths", inputs.kv_lengths.map(|lengths| lengths.tensor()))?;
-        rule.lengths_start = start;
-        if let Some(lengths) = inputs.kv_lengths {
-            rule.has_lengths = 1;
-            rule.lengths_stride = lengths.tensor().strides()[0] as u32;
+        let vector = |what: &str, tensor: Option<&Tensor>| {
+            tensor
+                .filter(|tensor| !tensor.is_empty())
+                .map(|tensor| Vector::bind(gpu, what, tensor))
+                .transpose()
+        };
+        let lengths = vector("kv_lengths", inputs.kv_lengths.map(|lengths| lengths.tensor()))?;
+        if let Some(lengths) = &lengths {
+            (rule.has_lengths, rule.lengths_start, rule.lengths_stride) = (1, lengths.start, lengths.stride);
         }
-        let (slopes, _) = bind("slopes", self.slopes.as_ref())?;
         Ok(BoundRule {
             mask,
             key_mask,
             lengths,
-            slopes,
+            slopes: vector("slopes", self.slopes.as_ref())?,
+            sinks: vector("sinks", inputs.sinks)?,
             rule,
         })
     }
@@ -384,8 +544,9 @@ impl Attention {
 struct BoundRule {
     mask: Binding,
     key_mask: Binding,
-    lengths: Binding,
-    slopes: Binding,
+    lengths: Option<Vector>,
+    slopes: Option<Vector>,
+    sinks: Option<Vector>,
     rule: Rule,
 }
 

@@ -71,6 +71,8 @@ pub(crate) enum Scratch {
     Values,
     /// Projected queries, keys and values of a layer.
     Projected,
+    /// Lengths, slopes and sinks joined.
+    Words,
     /// Attention output of a layer before its output projection.
     Context,
     /// Weights per head of a layer that returns their average.

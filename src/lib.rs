@@ -20,7 +20,7 @@ mod tensor;
 mod tuning;
 mod weights;
 
-pub use attention::{Attention, AttentionResult, Wanted};
+pub use attention::{Attention, AttentionResult, Choice, Path, Wanted};
 pub use config::MultiHeadAttentionConfig;
 pub use dtype::{DType, Element};
 pub use error::{Error, Result};

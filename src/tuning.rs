@@ -150,6 +150,203 @@ impl Tile {
     }
 }
 
+/// A tile of the fused kernel.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum FlashTile {
+    /// `shaders/shared/flash_subgroup.wgsl`, for adapters where a load from workgroup memory costs as much as one
+    /// from a buffer: software ones.
+    Subgroup {
+        /// Head size up to which queries stay in registers; 0 reads them again for each block of keys.
+        dim: u32,
+        /// Columns of V of a workgroup.
+        value_dim: u32,
+        /// Keys of a block.
+        keys: u32,
+        /// At most the smallest subgroup size of the device.
+        lanes: u32,
+        /// Threads, a multiple of `lanes`.
+        workgroup: u32,
+    },
+    /// `shaders/shared/flash_workgroup.wgsl`: tiles go through workgroup memory.
+    Workgroup {
+        /// Threads along the rows.
+        thread_rows: u32,
+        /// Threads along the keys and the columns of V.
+        thread_cols: u32,
+        /// Rows of a thread.
+        rows: u32,
+        /// Keys of a thread.
+        cols: u32,
+        /// Steps of a product in workgroup memory at a time.
+        depth: u32,
+        /// Columns of V of a thread.
+        value_cols: u32,
+    },
+}
+
+impl FlashTile {
+    /// The tile for these head sizes on this device.
+    pub(crate) fn of(gpu: &Gpu, head_dim: usize, value_dim: usize) -> Self {
+        let software = gpu.info().device_type == wgpu::DeviceType::Cpu;
+        let smallest = gpu.info().subgroup_min_size;
+        let subgroups = gpu.features().contains(wgpu::Features::SUBGROUP) && smallest >= 4;
+        match (software, subgroups) {
+            (true, true) => Self::software(smallest, head_dim, value_dim),
+            (true, false) => Self::SOFTWARE_WORKGROUP,
+            (false, _) => Self::GPU,
+        }
+    }
+
+    /// Measured on Mesa lavapipe 25.0: twice the keys are no faster and build longer. The build time grows with
+    /// `value_dim`, which is why wider values are cut into columns.
+    fn software(subgroup_min_size: u32, head_dim: usize, value_dim: usize) -> Self {
+        let lanes = if subgroup_min_size >= 8 { 8 } else { 4 };
+        let dim = match head_dim {
+            0..=64 => 64,
+            65..=128 => 128,
+            129..=256 => 256,
+            _ => 0,
+        };
+        let value_dim = match value_dim {
+            0..=128 => value_dim.max(1).next_multiple_of(16) as u32,
+            _ => 64,
+        };
+        Self::Subgroup {
+            dim,
+            value_dim,
+            keys: 8,
+            lanes,
+            workgroup: 8,
+        }
+    }
+
+    /// Software adapters without subgroups: larger tiles are a third faster and build four times as long.
+    const SOFTWARE_WORKGROUP: Self = Self::Workgroup {
+        thread_rows: 8,
+        thread_cols: 8,
+        rows: 4,
+        cols: 4,
+        depth: 8,
+        value_cols: 8,
+    };
+
+    /// 64 rows, 32 keys and 64 columns in 14.9 KiB of workgroup memory.
+    const GPU: Self = Self::Workgroup {
+        thread_rows: 16,
+        thread_cols: 16,
+        rows: 4,
+        cols: 2,
+        depth: 8,
+        value_cols: 4,
+    };
+
+    /// Every tile that can be chosen, for tests.
+    #[cfg(test)]
+    pub(crate) fn all() -> Vec<Self> {
+        let mut all = vec![Self::SOFTWARE_WORKGROUP, Self::GPU];
+        for subgroup_min_size in [4, 8] {
+            for head_dim in [64, 128, 256, 257] {
+                for value_dim in (16..=144).step_by(16) {
+                    all.push(Self::software(subgroup_min_size, head_dim, value_dim));
+                }
+            }
+        }
+        all
+    }
+
+    /// Loop rounds of one invocation over so many keys, inner loops counted in.
+    pub(crate) fn iterations(self, keys: u64, head_dim: u64) -> u64 {
+        match self {
+            Self::Subgroup {
+                keys: block, lanes, ..
+            } => {
+                let dims = head_dim.div_ceil(u64::from(lanes));
+                keys.div_ceil(u64::from(block))
+                    .saturating_mul(1 + dims + 2 * u64::from(block))
+            }
+            Self::Workgroup {
+                thread_cols,
+                cols,
+                depth,
+                rows,
+                value_cols,
+                ..
+            } => {
+                let block = u64::from(thread_cols * cols);
+                let depth = u64::from(depth);
+                let copies = u64::from(rows + cols + value_cols);
+                let rounds = head_dim.div_ceil(depth) * (1 + depth / 4 + copies)
+                    + (block / depth) * (1 + depth / 4 + copies)
+                    + u64::from(rows) * (u64::from(cols) + u64::from(thread_cols));
+                keys.div_ceil(block).saturating_mul(1 + rounds)
+            }
+        }
+    }
+
+    /// Query rows of the tile.
+    pub(crate) fn rows(self) -> u32 {
+        match self {
+            Self::Subgroup { workgroup, .. } => 4 * workgroup,
+            Self::Workgroup {
+                thread_rows, rows, ..
+            } => thread_rows * rows,
+        }
+    }
+
+    /// Columns of V of the tile.
+    pub(crate) fn value_cols(self) -> u32 {
+        match self {
+            Self::Subgroup { value_dim, .. } => value_dim,
+            Self::Workgroup {
+                thread_cols,
+                value_cols,
+                ..
+            } => thread_cols * value_cols,
+        }
+    }
+
+    /// The constants that its shader wants.
+    pub(crate) fn constants(self) -> Vec<(&'static str, u32)> {
+        match self {
+            Self::Subgroup {
+                dim,
+                value_dim,
+                keys,
+                lanes,
+                workgroup,
+            } => vec![
+                ("DIM", dim),
+                ("VALUE_DIM", value_dim),
+                ("KEYS", keys),
+                ("LANES", lanes),
+                ("WORKGROUP", workgroup),
+            ],
+            Self::Workgroup {
+                thread_rows,
+                thread_cols,
+                rows,
+                cols,
+                depth,
+                value_cols,
+            } => vec![
+                ("THREAD_ROWS", thread_rows),
+                ("THREAD_COLS", thread_cols),
+                ("ROWS", rows),
+                ("COLS", cols),
+                ("DEPTH", depth),
+                ("VALUE_COLS", value_cols),
+            ],
+        }
+    }
+}
+
+/// Loop rounds of one invocation that software adapters surely run: Mesa's ends every loop after 65,535 rounds, inner
+/// loops counted in.
+pub(crate) const SOFTWARE_ITERATIONS: u64 = 60_000;
+
+/// Queries from which the fused kernel is worth it: its tile has 32 rows or more, the composed path's 12 or more.
+pub(crate) const FUSED_QUERIES: usize = 16;
+
 /// Threads of the kernels that treat each element by itself.
 pub(crate) const ELEMENTWISE_WORKGROUP: u32 = 64;
 

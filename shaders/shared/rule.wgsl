@@ -1,6 +1,6 @@
 
-// The attention rule from the dot product to the masked score. The kernel binds mask, key_mask, lengths
-// and slopes; what is absent is a placeholder that no branch here reads.
+// The attention rule from the dot product to the masked score. The kernel binds mask and key_mask and
+// supplies load_length(i) and load_slope(head); what is absent is a placeholder that no branch here reads.
 //
 // WGSL promises nothing about infinities, so an invisible key's score travels as the bits of -inf and is told
 // by its bits alone; a visible score never has them.
@@ -61,7 +61,7 @@ struct Head {
 fn rule_head(batch: u32, head: u32) -> Head {
     var length = params.rule.maskable;
     if params.rule.has_lengths != 0u {
-        length = min(lengths[params.rule.lengths_start + batch * params.rule.lengths_stride], length);
+        length = min(load_length(params.rule.lengths_start + batch * params.rule.lengths_stride), length);
     }
     var offset = params.rule.offset;
     if params.rule.bottom_right != 0u {
@@ -69,7 +69,7 @@ fn rule_head(batch: u32, head: u32) -> Head {
     }
     var slope = 0.0;
     if params.rule.has_slopes != 0u {
-        slope = slopes[head];
+        slope = load_slope(head);
     }
     return Head(batch, head, length, offset, slope);
 }

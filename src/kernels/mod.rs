@@ -1,6 +1,8 @@
 //! One module per shader: its params, its variants, its grid.
 
 pub(crate) mod copy;
+pub(crate) mod flash;
+pub(crate) mod join_words;
 pub(crate) mod linear;
 pub(crate) mod mean_heads;
 pub(crate) mod scores;
@@ -10,7 +12,11 @@ pub(crate) mod weighted_sum;
 #[cfg(test)]
 mod tests;
 
-use crate::{kernel::Storage, kernel::Variant, tuning::Tile};
+use crate::{
+    Gpu, Result, Tensor,
+    kernel::{Binding, Storage, Variant},
+    tuning::Tile,
+};
 
 const PRODUCT_SUBGROUP: &str = include_str!("../../shaders/shared/product_subgroup.wgsl");
 const PRODUCT_WORKGROUP: &str = include_str!("../../shaders/shared/product_workgroup.wgsl");
@@ -57,6 +63,28 @@ impl Chunk {
     /// Rows over all its heads.
     pub(crate) fn all_rows(&self) -> u64 {
         self.head_count as u64 * self.rows as u64
+    }
+}
+
+/// A bound vector of words: where it starts, how far apart its words lie, and how many there are.
+#[derive(Debug, Clone)]
+pub(crate) struct Vector {
+    pub(crate) binding: Binding,
+    pub(crate) start: u32,
+    pub(crate) stride: u32,
+    pub(crate) len: u32,
+}
+
+impl Vector {
+    pub(crate) fn bind(gpu: &Gpu, what: &str, tensor: &Tensor) -> Result<Self> {
+        let (binding, start) = Binding::tensor(gpu, what, tensor)?;
+        let (shape, strides) = tensor.four_axes();
+        Ok(Self {
+            binding,
+            start,
+            stride: strides[0],
+            len: shape[0],
+        })
     }
 }
 

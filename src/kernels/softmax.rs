@@ -1,6 +1,6 @@
 //! `shaders/softmax.wgsl`: stable row softmax in place, with log-sum-exp and sinks.
 
-use super::{Chunk, EXPONENTIAL};
+use super::{Chunk, EXPONENTIAL, Vector};
 use crate::{
     AttentionShape, Result,
     kernel::{Batch, Binding, Variant, params},
@@ -39,15 +39,12 @@ pub(crate) fn variant((lanes, rows): (u32, u32)) -> Variant {
     }
 }
 
-/// A bound vector: binding, first element, stride; `None` if absent.
-pub(crate) type Vector = Option<(Binding, u32, u32)>;
-
 /// Adds the dispatch that turns the chunk's scores into weights and writes its part of `lse`.
 pub(crate) fn push(
     batch: &mut Batch,
     shape: &AttentionShape,
     chunk: Chunk,
-    sinks: &Vector,
+    sinks: &Option<Vector>,
     scores: Binding,
     start: u32,
     lse: &Option<(Binding, u32)>,
@@ -58,7 +55,7 @@ pub(crate) fn push(
     let bindings = vec![
         sinks
             .as_ref()
-            .map_or_else(|| Binding::absent(gpu), |(binding, ..)| binding.clone()),
+            .map_or_else(|| Binding::absent(gpu), |sinks| sinks.binding.clone()),
         scores,
         lse.as_ref()
             .map_or_else(|| Binding::absent_output(gpu), |(binding, _)| binding.clone()),
@@ -79,8 +76,8 @@ pub(crate) fn push(
             has_lse: u32::from(lse.is_some()),
             lse_start: lse.as_ref().map_or(0, |(_, start)| *start),
             has_sinks: u32::from(sinks.is_some()),
-            sinks_start: sinks.as_ref().map_or(0, |(_, start, _)| *start),
-            sinks_stride: sinks.as_ref().map_or(0, |(.., stride)| *stride),
+            sinks_start: sinks.as_ref().map_or(0, |sinks| sinks.start),
+            sinks_stride: sinks.as_ref().map_or(0, |sinks| sinks.stride),
             padding: 0,
         },
         bindings,

@@ -10,10 +10,10 @@ use naga::{
     valid::{Capabilities, ModuleInfo, ValidationFlags, Validator},
 };
 
-use super::{copy, linear, mean_heads, scores, softmax, weighted_sum};
+use super::{copy, flash, join_words, linear, mean_heads, scores, softmax, weighted_sum};
 use crate::{
     kernel::{Params, Storage, Variant},
-    tuning::{SOFTMAX_THREADS, Tile},
+    tuning::{FlashTile, SOFTMAX_THREADS, Tile},
 };
 
 type Fields = Vec<(String, usize)>;
@@ -53,10 +53,22 @@ fn all() -> Vec<Shipped> {
             }
         }
     }
+    for (tile, plain) in FlashTile::all()
+        .into_iter()
+        .flat_map(|tile| [(tile, false), (tile, true)])
+    {
+        // The element types touch nothing but the loads and the store: one of each will do.
+        for storages in [[Storage::F32; 4], [Storage::F16; 4], [Storage::Packed; 4]] {
+            all.push(shipped::<flash::FlashParams>(flash::variant(
+                tile, plain, storages,
+            )));
+        }
+    }
     for threads in SOFTMAX_THREADS {
         all.push(shipped::<softmax::SoftmaxParams>(softmax::variant(threads)));
     }
     all.push(shipped::<mean_heads::MeanHeadsParams>(mean_heads::variant()));
+    all.push(shipped::<join_words::JoinWordsParams>(join_words::variant()));
     let mut seen = std::collections::HashSet::new();
     all.retain(|shipped| seen.insert(shipped.variant.clone()));
     all

@@ -3,7 +3,7 @@
 use half::f16;
 use multihead::{
     Align, Attention, AttentionInputs, AttentionOptions, AttentionShape, Causal, DType, Gpu, KvLengths, Mask,
-    Tensor, Wanted, reference,
+    Path, Tensor, Wanted, reference,
 };
 use proptest::prelude::*;
 
@@ -228,11 +228,33 @@ impl Call {
         let result = attention
             .run(&inputs, wanted)
             .map_err(|error| error.to_string())?;
-        let alone = attention
-            .run(&inputs, Wanted::output())
-            .map_err(|error| error.to_string())?;
-
         let stored_f16 = self.dtype == DType::F16;
+        let lone = Wanted::output().lse();
+        let composed = attention
+            .clone()
+            .with_path(Path::Composed)
+            .run(&inputs, Wanted::output());
+        let composed = composed.map_err(|error| error.to_string())?;
+        let fused = attention
+            .clone()
+            .with_path(Path::Fused)
+            .run(&inputs, lone)
+            .map_err(|error| error.to_string())?;
+        check_bound(
+            "fused output",
+            &download(&fused.output),
+            &narrow.output,
+            &truth.output,
+            stored_f16,
+        )?;
+        check_bound(
+            "fused lse",
+            &download(fused.lse.as_ref().unwrap()),
+            &narrow.lse,
+            &truth.lse,
+            false,
+        )?;
+
         let output = download(&result.output);
         check_bound("output", &output, &narrow.output, &truth.output, stored_f16)?;
         let weights = download(result.weights.as_ref().unwrap());
@@ -280,7 +302,7 @@ impl Call {
         }
         if output
             .iter()
-            .zip(&download(&alone.output))
+            .zip(&download(&composed.output))
             .any(|(a, b)| a.to_bits() != b.to_bits())
         {
             return Err("asking for weights changed the output's bits".to_owned());

@@ -1,0 +1,243 @@
+
+// Fused attention: softmax(rule(scale * Q K^T)) V in one pass over the keys; no score reaches memory.
+//
+//   top = max over the keys so far, sum = sum_j exp(s_j - top), output = sum_j exp(s_j - top) v_j
+//
+// A block of keys with a higher maximum scales what is there by exp(old top - new top); at the end the output is
+// divided by the sum. The core beside this text does that for a tile of TILE_ROWS query rows and TILE_DIMS value
+// columns of one head; values with more columns are cut into column tiles, each of which computes the scores anew.
+//
+// The rows are `rows` rows from `first_row` on of each head from `first_head` on; head n of the call is query head
+// n % heads of batch entry n / heads.
+//
+// WGSL promises nothing about infinities, so top starts at the lowest finite float, and a row without a visible
+// key is told by a flag. An invisible key's value must not count even if it is NaN, and 0 * NaN is NaN: values that
+// are not finite are taken as 0, and only a tile that met one looks for them again (see write_not_finite).
+
+struct Params {
+    groups: u32,
+    grid_width: u32,
+    row_tiles: u32,
+    col_tiles: u32,
+    first_head: u32,
+    first_row: u32,
+    rows: u32,
+    // The keys to attend to: first_key and the one after the last.
+    first_key: u32,
+    end_key: u32,
+    heads: u32,
+    // Query heads that share a key head.
+    group_size: u32,
+    head_dim: u32,
+    value_dim: u32,
+    query_start: u32,
+    query_batch: u32,
+    query_head: u32,
+    query_row: u32,
+    query_dim: u32,
+    key_start: u32,
+    key_batch: u32,
+    key_head: u32,
+    key_row: u32,
+    key_dim: u32,
+    value_start: u32,
+    value_batch: u32,
+    value_head: u32,
+    value_row: u32,
+    value_dim_stride: u32,
+    output_start: u32,
+    output_batch: u32,
+    output_head: u32,
+    output_row: u32,
+    output_dim: u32,
+    has_lse: u32,
+    lse_start: u32,
+    has_sinks: u32,
+    // Of slopes and sinks in `small`; the rule has those of lengths.
+    slopes_start: u32,
+    sinks_start: u32,
+    sinks_stride: u32,
+    padding: u32,
+    rule: Rule,
+}
+
+@group(0) @binding(0) var<uniform> params: Params;
+@group(0) @binding(1) var<storage, read> query: array<query_word>;
+@group(0) @binding(2) var<storage, read> key: array<key_word>;
+@group(0) @binding(3) var<storage, read> value: array<value_word>;
+@group(0) @binding(4) var<storage, read> mask: array<u32>;
+@group(0) @binding(5) var<storage, read> key_mask: array<u32>;
+// Lengths, slopes and sinks in one: WebGPU guarantees eight storage buffers.
+@group(0) @binding(6) var<storage, read> small: array<u32>;
+@group(0) @binding(7) var<storage, read_write> output: array<output_word>;
+@group(0) @binding(8) var<storage, read_write> lse: array<u32>;
+
+const LOWEST_FLOAT: f32 = -3.40282346e38;
+
+fn load_length(i: u32) -> u32 {
+    return small[i];
+}
+
+fn load_slope(head: u32) -> f32 {
+    return bitcast<f32>(small[params.slopes_start + head]);
+}
+
+// What a workgroup works on.
+struct Tile {
+    head: Head,
+    // Rows count from the head's row 0, `end_row` is the first one outside.
+    row0: u32,
+    end_row: u32,
+    col0: u32,
+    query_base: u32,
+    key_base: u32,
+    value_base: u32,
+    output_base: u32,
+    lse_base: u32,
+    // Keys that some row may see: [first, last), then [tail, end).
+    first: u32,
+    last: u32,
+    tail: u32,
+    end: u32,
+}
+
+fn is_finite(x: f32) -> bool {
+    return (bitcast<u32>(x) & 0x7f800000u) != 0x7f800000u;
+}
+
+// a + b where a side of the window may be unbounded; positions stay within +-2^30.
+fn shifted(p: i32, by: i32) -> i32 {
+    return clamp(p, -UNBOUNDED, UNBOUNDED) + by;
+}
+
+fn find_tile(index: u32) -> Tile {
+    let rest = index / params.col_tiles;
+    let call_head = params.first_head + rest / params.row_tiles;
+    let batch = call_head / params.heads;
+    let h = call_head % params.heads;
+    var tile: Tile;
+    tile.head = rule_head(batch, h);
+    tile.row0 = params.first_row + rest % params.row_tiles * TILE_ROWS;
+    tile.end_row = params.first_row + params.rows;
+    tile.col0 = index % params.col_tiles * TILE_DIMS;
+    tile.query_base = params.query_start + batch * params.query_batch + h * params.query_head;
+    tile.key_base = params.key_start + batch * params.key_batch + h / params.group_size * params.key_head;
+    tile.value_base = params.value_start + batch * params.value_batch + h / params.group_size * params.value_head;
+    tile.output_base = params.output_start + batch * params.output_batch + h * params.output_head;
+    tile.lse_base = params.lse_start + call_head * params.rule.queries;
+
+    // What the window, the length and a short mask hide from all of the tile's rows is not even looked at.
+    let maskable = min(params.rule.maskable, params.end_key);
+    var last = min(tile.head.length, maskable);
+    if params.rule.mask_kind != MASK_NONE {
+        last = min(last, params.rule.mask_keys);
+    }
+    var first = params.first_key;
+    let last_row = min(tile.row0 + TILE_ROWS, tile.end_row) - 1u;
+    if params.rule.left < UNBOUNDED {
+        first = max(first, u32(max(shifted(i32(tile.row0) + tile.head.offset, -params.rule.left), 0)));
+    }
+    if params.rule.right < UNBOUNDED {
+        last = min(last, u32(max(shifted(i32(last_row) + tile.head.offset, params.rule.right + 1), 0)));
+    }
+    tile.first = first;
+    tile.last = last;
+    tile.tail = max(maskable, params.first_key);
+    tile.end = params.end_key;
+    return tile;
+}
+
+// Over the output of one row: what visible values that are not finite add up to. A finite sum changes nothing
+// about it.
+fn write_not_finite(tile: Tile, row: u32) {
+    for (var d = tile.col0; d < min(tile.col0 + TILE_DIMS, params.value_dim); d++) {
+        var sum = 0.0;
+        for (var j = min(tile.first, tile.tail); j < tile.end; j++) {
+            let loaded = load_value(tile.value_base + j * params.value_row + d * params.value_dim_stride);
+            if !is_finite(loaded) {
+                let looked_at = j < tile.last || j >= tile.tail;
+                if looked_at && (PLAIN == 1u || rule_score(tile.head, row, j, 0.0) != HIDDEN) {
+                    sum += loaded;
+                }
+            }
+        }
+        if !is_finite(sum) {
+            store(tile.output_base + row * params.output_row + d * params.output_dim, sum);
+        }
+    }
+}
+
+// The bits of the scores of four rows and one key.
+fn masked(head: Head, row: u32, j: u32, inside: bool, dots: vec4<f32>) -> vec4<u32> {
+    var bits: vec4<u32>;
+    if PLAIN == 1u {
+        let scores = dots * params.rule.scale;
+        bits = bitcast<vec4<u32>>(vec4<f32>(saturated(scores.x), saturated(scores.y), saturated(scores.z),
+            saturated(scores.w)));
+    } else {
+        bits = vec4<u32>(rule_score(head, row, j, dots.x), rule_score(head, row + 1u, j, dots.y),
+            rule_score(head, row + 2u, j, dots.z), rule_score(head, row + 3u, j, dots.w));
+    }
+    return select(vec4<u32>(HIDDEN), bits, inside);
+}
+
+// The higher of a maximum and the scores that are visible.
+fn raised(top: vec4<f32>, bits: vec4<u32>) -> vec4<f32> {
+    return max(top, select(bitcast<vec4<f32>>(bits), vec4<f32>(LOWEST_FLOAT), bits == vec4<u32>(HIDDEN)));
+}
+
+fn exponentials(x: vec4<f32>) -> vec4<f32> {
+    return vec4<f32>(exponential(x.x), exponential(x.y), exponential(x.z), exponential(x.w));
+}
+
+// What scores weigh before the division by the sum; an invisible one has the bits of HIDDEN.
+fn weight_of(scores: vec4<f32>, top: vec4<f32>) -> vec4<f32> {
+    return select(exponentials(scores - top), vec4<f32>(0.0), bitcast<vec4<u32>>(scores) == vec4<u32>(HIDDEN));
+}
+
+struct Start {
+    top: f32,
+    sum: f32,
+}
+
+// Maximum and sum before the first key. A sink is a key without a value that every row meets first.
+fn first_key_of_all(h: u32) -> Start {
+    if params.has_sinks != 0u {
+        return Start(bitcast<f32>(small[params.sinks_start + h * params.sinks_stride]), 1.0);
+    }
+    return Start(LOWEST_FLOAT, 0.0);
+}
+
+// A row without a key and without a sink has sum 0; any other's is about 1 or more.
+fn divided(outputs: vec4<f32>, sum: vec4<f32>) -> vec4<f32> {
+    return outputs / select(sum, vec4<f32>(1.0), sum == vec4<f32>(0.0));
+}
+
+fn store_cell(tile: Tile, row: u32, dim: u32, x: f32) {
+    if row < tile.end_row && dim < params.value_dim {
+        store(tile.output_base + row * params.output_row + dim * params.output_dim, x);
+    }
+}
+
+fn store_four(tile: Tile, row: u32, dim: u32, x: vec4<f32>) {
+    store_cell(tile, row, dim, x.x);
+    store_cell(tile, row + 1u, dim, x.y);
+    store_cell(tile, row + 2u, dim, x.z);
+    store_cell(tile, row + 3u, dim, x.w);
+}
+
+fn store_row_lse(tile: Tile, row: u32, top: f32, sum: f32) {
+    if row < tile.end_row {
+        lse[tile.lse_base + row] = select(bitcast<u32>(top + log(sum)), HIDDEN, sum == 0.0);
+    }
+}
+
+// The log-sum-exp of four rows, written by the first column tile alone.
+fn store_lse(tile: Tile, row: u32, top: vec4<f32>, sum: vec4<f32>) {
+    if params.has_lse != 0u && tile.col0 == 0u {
+        store_row_lse(tile, row, top.x, sum.x);
+        store_row_lse(tile, row + 1u, top.y, sum.y);
+        store_row_lse(tile, row + 2u, top.z, sum.z);
+        store_row_lse(tile, row + 3u, top.w, sum.w);
+    }
+}
