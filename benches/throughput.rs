@@ -11,7 +11,8 @@ use std::time::Instant;
 use clap::Parser;
 use multihead::{
     Attention, AttentionInputs, AttentionOptions, AttentionOutputs, Causal, DType, Gpu, Linear,
-    MultiHeadAttention, MultiHeadAttentionConfig, MultiHeadInputs, MultiHeadOutputs, Result, Tensor, wgpu,
+    MultiHeadAttention, MultiHeadAttentionConfig, MultiHeadInputs, MultiHeadOutputs, Path, Result, Tensor,
+    wgpu,
 };
 
 #[derive(Parser)]
@@ -63,14 +64,21 @@ fn layer(batch: usize, length: usize, embed: usize, heads: usize) -> Workload {
     }
 }
 
-fn attention(heads: usize, queries: usize, keys: usize, head_dim: usize, causal: Causal) -> Workload {
+fn attention(
+    path: Path,
+    heads: usize,
+    queries: usize,
+    keys: usize,
+    head_dim: usize,
+    causal: Causal,
+) -> Workload {
     let order = if causal == Causal::None { "" } else { " causal" };
     let share = if causal == Causal::None { 1.0 } else { 0.5 };
     Workload {
-        name: format!("attention H{heads} Lq{queries} Lk{keys} D{head_dim}{order}"),
+        name: format!("{path:?} H{heads} Lq{queries} Lk{keys} D{head_dim}{order}"),
         flops: share * 4.0 * (heads * queries * keys * head_dim) as f64,
         build: Box::new(move |gpu| {
-            let attention = Attention::new(gpu, AttentionOptions::new().causal(causal))?;
+            let attention = Attention::new(gpu, AttentionOptions::new().causal(causal))?.with_path(path);
             let query = values(gpu, &[1, heads, queries, head_dim])?;
             let (key, value) = (
                 values(gpu, &[1, heads, keys, head_dim])?,
@@ -110,11 +118,14 @@ fn workloads() -> Vec<Workload> {
         projection(2048, 512, 512),
         projection(2048, 2048, 2048),
     ];
-    for length in [512, 1024, 2048, 4096] {
-        workloads.push(attention(8, length, length, 64, Causal::None));
+    for path in [Path::Fused, Path::Composed] {
+        for length in [512, 1024, 2048, 4096] {
+            workloads.push(attention(path, 8, length, length, 64, Causal::None));
+        }
+        workloads.push(attention(path, 8, 1024, 1024, 64, Causal::TopLeft));
+        workloads.push(attention(path, 8, 4096, 4096, 64, Causal::TopLeft));
+        workloads.push(attention(path, 8, 1, 4096, 64, Causal::None));
     }
-    workloads.push(attention(8, 1024, 1024, 64, Causal::TopLeft));
-    workloads.push(attention(8, 1, 4096, 64, Causal::None));
     workloads
 }
 
@@ -123,8 +134,8 @@ fn main() -> std::result::Result<(), Box<dyn std::error::Error>> {
     let gpu = Gpu::new()?;
     println!("{}", gpu.description());
     println!(
-        "{:40} {:>12} {:>10} {:>12}",
-        "workload", "median ms", "GFLOP/s", "record us"
+        "{:40} {:>12} {:>10} {:>12} {:>12}",
+        "workload", "median ms", "GFLOP/s", "best ms", "record us"
     );
     for workload in workloads() {
         if arguments
@@ -154,10 +165,11 @@ fn main() -> std::result::Result<(), Box<dyn std::error::Error>> {
         };
         let (time, recording) = (median(&mut times), median(&mut recording));
         println!(
-            "{:40} {:12.3} {:10.2} {:12.1}",
+            "{:40} {:12.3} {:10.2} {:12.3} {:12.1}",
             workload.name,
             time * 1e3,
             workload.flops / time * 1e-9,
+            times[0] * 1e3,
             recording * 1e6
         );
     }

@@ -245,23 +245,32 @@ impl Attention {
         &self.gpu
     }
 
-    /// Builds the pipelines for tensors of this type ahead of the first call.
+    /// Builds the pipelines for tensors of this type and these head sizes ahead of the first call.
     ///
     /// # Errors
     ///
     /// [`Error::Shader`] or [`Error::DeviceLost`].
-    pub fn warm_up(&self, dtype: DType) -> Result<()> {
+    pub fn warm_up(&self, dtype: DType, head_dim: usize, value_dim: usize) -> Result<()> {
         let gpu = &self.gpu;
         let storage = Storage::of(gpu, dtype)?;
-        gpu.kernel(&scores::variant(Tile::of(gpu, Product::Scores), storage, storage))?;
-        for threads in crate::tuning::SOFTMAX_THREADS {
-            gpu.kernel(&softmax::variant(threads))?;
+        if self.path != Path::Fused {
+            gpu.kernel(&scores::variant(Tile::of(gpu, Product::Scores), storage, storage))?;
+            for threads in crate::tuning::SOFTMAX_THREADS {
+                gpu.kernel(&softmax::variant(threads))?;
+            }
+            gpu.kernel(&weighted_sum::variant(
+                Tile::of(gpu, Product::WeightedSum),
+                storage,
+                storage,
+            ))?;
         }
-        gpu.kernel(&weighted_sum::variant(
-            Tile::of(gpu, Product::WeightedSum),
-            storage,
-            storage,
-        ))?;
+        if self.path != Path::Composed {
+            let tile = FlashTile::of(gpu, head_dim, value_dim);
+            // Masks make another variant; which calls have some is not known yet.
+            for plain in [false, true] {
+                gpu.kernel(&flash::variant(tile, plain, [storage; 4]))?;
+            }
+        }
         Ok(())
     }
 

@@ -2,7 +2,7 @@
 
 use crate::{
     Attention, AttentionInputs, AttentionOptions, AttentionOutputs, Causal, DType, Error, Gpu, KvLengths,
-    Mask, MultiHeadAttentionConfig, Parameters, Result, Tensor,
+    Mask, MultiHeadAttentionConfig, Parameters, Path, Result, Tensor,
     gpu::Scratch,
     inputs::{check_device, check_overlaps},
     kernel::{Batch, Binding, Storage},
@@ -371,6 +371,17 @@ impl MultiHeadAttention {
         Self::new(gpu, config, &parameters)
     }
 
+    /// The same layer with the path of its attention forced; [`Attention::choice`] tells what is chosen otherwise.
+    pub fn with_path(mut self, path: Path) -> Self {
+        self.attention = self.attention.map(|attention| attention.with_path(path));
+        self
+    }
+
+    /// The operator of the layer's attention, in the configuration's causal order.
+    pub fn attention(&self) -> &Attention {
+        &self.attention[self.config.attention.causal as usize]
+    }
+
     /// Copies the parameters back to the host, for [`Parameters::to_safetensors`]. Waits.
     ///
     /// # Errors
@@ -421,7 +432,7 @@ impl MultiHeadAttention {
     ///
     /// [`Error::Shader`] or [`Error::DeviceLost`].
     pub fn warm_up(&self, dtype: DType) -> Result<()> {
-        let gpu = &self.gpu;
+        let (gpu, config) = (&self.gpu, &self.config);
         let activations = Storage::of(gpu, dtype)?;
         let parameters = Storage::of(gpu, self.config.dtype)?;
         let bias = if self.config.bias {
@@ -450,7 +461,8 @@ impl MultiHeadAttention {
         if self.zero.is_some() {
             gpu.kernel(&copy::variant(Storage::F32, Storage::F32))?;
         }
-        self.attention[0].warm_up(DType::F32)
+        self.attention()
+            .warm_up(DType::F32, config.head_dim(), config.head_dim())
     }
 
     /// From host data to host data: self-attention over `x` of `shape` `[B, L, E]` or `[L, E]`. Waits.

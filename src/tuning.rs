@@ -208,7 +208,8 @@ impl FlashTile {
             _ => 0,
         };
         let value_dim = match value_dim {
-            0..=128 => value_dim.max(1).next_multiple_of(16) as u32,
+            0..=16 => 16,
+            17..=128 => value_dim.next_multiple_of(32) as u32,
             _ => 64,
         };
         Self::Subgroup {

@@ -4,25 +4,32 @@ use super::case::{Answer, Answers, Case, CaseError, CaseMask, Floats, Hiding, La
 use half::f16;
 use multihead::{
     Attention, AttentionInputs, DType, Gpu, KvLengths, Mask, MultiHeadAttention, MultiHeadInputs,
-    NeedWeights, Parameters, Result, Tensor, Wanted,
+    NeedWeights, Parameters, Path, Result, Tensor, Wanted,
 };
 
-/// Computes every answer that the operator has; the weights only if they are wanted.
-pub(crate) fn run(gpu: &Gpu, case: &Case, weights: bool) -> std::result::Result<Answers, CaseError> {
+/// Computes every answer that the operator has; the weights only if they are wanted. Where the fused path is asked
+/// for, the weights, which it never holds, come from a second call on the composed one.
+pub(crate) fn run(
+    gpu: &Gpu,
+    case: &Case,
+    weights: bool,
+    path: Path,
+) -> std::result::Result<Answers, CaseError> {
     let answers = match &case.op {
         Op::Sdpa(op) => sdpa(
             gpu,
             op,
             weights,
+            path,
             op.past.is_some() || case.expected.contains_key("present_key"),
         ),
-        Op::Layer(op) => layer(gpu, op, weights),
+        Op::Layer(op) => layer(gpu, op, weights, path),
         Op::Packed(_) => return Err(CaseError::Unsupported("packed sequences on the GPU".to_owned())),
     };
     answers.map_err(|error| CaseError::Bad(error.to_string()))
 }
 
-fn sdpa(gpu: &Gpu, op: &Sdpa, weights: bool, present: bool) -> Result<Answers> {
+fn sdpa(gpu: &Gpu, op: &Sdpa, weights: bool, path: Path, present: bool) -> Result<Answers> {
     let heads = |x: &Floats, heads: usize| {
         let tensor = upload(gpu, x)?;
         if op.flat {
@@ -56,7 +63,15 @@ fn sdpa(gpu: &Gpu, op: &Sdpa, weights: bool, present: bool) -> Result<Answers> {
     wanted.mean_weights = weights && op.average_weights;
     wanted.present = present;
 
-    let result = Attention::new(gpu, op.options.clone())?.run(&inputs, wanted)?;
+    let attention = Attention::new(gpu, op.options.clone())?;
+    let mut result = attention
+        .clone()
+        .with_path(weights_path(path, weights))
+        .run(&inputs, wanted)?;
+    if path == Path::Fused && weights {
+        let fused = attention.with_path(path).run(&inputs, Wanted::output().lse())?;
+        (result.output, result.lse) = (fused.output, fused.lse);
+    }
     let output = if op.flat {
         result.output.merge_heads()?
     } else {
@@ -77,7 +92,16 @@ fn sdpa(gpu: &Gpu, op: &Sdpa, weights: bool, present: bool) -> Result<Answers> {
     Ok(answers)
 }
 
-fn layer(gpu: &Gpu, op: &Layer, weights: bool) -> Result<Answers> {
+/// The path that holds the weights, if they are wanted.
+fn weights_path(path: Path, weights: bool) -> Path {
+    if weights && path == Path::Fused {
+        Path::Composed
+    } else {
+        path
+    }
+}
+
+fn layer(gpu: &Gpu, op: &Layer, weights: bool, path: Path) -> Result<Answers> {
     let layer = MultiHeadAttention::new(gpu, op.config.clone(), &parameters(op)?)?;
     let query = upload(gpu, &op.query)?;
     let key = op.key.as_ref().map(|key| upload(gpu, key)).transpose()?;
@@ -95,7 +119,13 @@ fn layer(gpu: &Gpu, op: &Layer, weights: bool) -> Result<Answers> {
         (true, true) => NeedWeights::Averaged,
         (true, false) => NeedWeights::PerHead,
     };
-    let result = layer.forward(&inputs, need)?;
+    let mut result = layer
+        .clone()
+        .with_path(weights_path(path, weights))
+        .forward(&inputs, need)?;
+    if path == Path::Fused && weights {
+        result.output = layer.with_path(path).forward(&inputs, NeedWeights::No)?.output;
+    }
     let mut answers = Answers::from([("output", answer(&result.output)?)]);
     if let Some(weights) = result.weights {
         answers.insert("weights", answer(&weights)?);

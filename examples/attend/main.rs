@@ -37,6 +37,9 @@ struct Arguments {
     /// Where to compute: the kernels on the GPU, or the reference in f64 on the CPU
     #[arg(long, value_enum, default_value = "gpu")]
     device: Device,
+    /// How the GPU computes: one pass over the keys (fused), or scores, softmax and weighted sum one after the other
+    #[arg(long, value_enum, default_value = "auto")]
+    path: PathChoice,
     /// Write what was computed, one safetensors file per case, under the tensors' usual names
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
@@ -52,6 +55,23 @@ struct Arguments {
     /// Draw one head alone, with numbers where there is room; heads count from 1
     #[arg(long, value_name = "N", requires = "heatmap")]
     head: Option<usize>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum PathChoice {
+    Auto,
+    Fused,
+    Composed,
+}
+
+impl From<PathChoice> for multihead::Path {
+    fn from(choice: PathChoice) -> Self {
+        match choice {
+            PathChoice::Auto => Self::Auto,
+            PathChoice::Fused => Self::Fused,
+            PathChoice::Composed => Self::Composed,
+        }
+    }
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -73,7 +93,7 @@ fn main() -> ExitCode {
 
 /// Where the cases run.
 enum Engine {
-    Gpu(Gpu),
+    Gpu(Gpu, multihead::Path),
     Cpu,
 }
 
@@ -81,7 +101,7 @@ impl Engine {
     fn run(&self, case: &Case, weights: bool) -> Result<Answers, CaseError> {
         case.check_size(weights)?;
         match self {
-            Self::Gpu(gpu) => gpu::run(gpu, case, weights),
+            Self::Gpu(gpu, path) => gpu::run(gpu, case, weights, *path),
             Self::Cpu => cpu::run(case, weights).map_err(|error| CaseError::Bad(error.to_string())),
         }
     }
@@ -97,9 +117,12 @@ fn run(arguments: &Arguments) -> Result<ExitCode, String> {
     }
     let engine = match arguments.device {
         Device::Cpu => Engine::Cpu,
-        Device::Gpu => Engine::Gpu(Gpu::new().map_err(|error| format!("{error} (or use --device cpu)"))?),
+        Device::Gpu => Engine::Gpu(
+            Gpu::new().map_err(|error| format!("{error} (or use --device cpu)"))?,
+            arguments.path.into(),
+        ),
     };
-    if let Engine::Gpu(gpu) = &engine {
+    if let Engine::Gpu(gpu, _) = &engine {
         let _ = writeln!(io::stderr(), "{}", gpu.description());
     }
 

@@ -5,14 +5,16 @@ mod case;
 #[path = "../../examples/attend/gpu.rs"]
 mod run;
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use case::{Case, CaseError, Comparison};
+
+use multihead::Path;
 
 use crate::support::gpu;
 
 fn files() -> Vec<PathBuf> {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data");
+    let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/data");
     let mut files: Vec<PathBuf> = std::fs::read_dir(folder)
         .unwrap()
         .map(|entry| entry.unwrap().path())
@@ -34,8 +36,10 @@ fn every_case_file_passes_on_the_gpu() {
             Err(error) => failures.push(format!("{name}: {error:?}")),
             Ok(case) => {
                 for (device, gpu) in [("own", gpu()), ("plain", crate::field::plain())] {
-                    if let Some(problem) = problem(gpu, &case) {
-                        failures.push(format!("{name} on the {device} device: {problem}"));
+                    for path in [Path::Auto, Path::Fused] {
+                        if let Some(problem) = problem(gpu, &case, path) {
+                            failures.push(format!("{name} on the {device} device, {path:?}: {problem}"));
+                        }
                     }
                 }
             }
@@ -52,12 +56,12 @@ fn every_case_file_passes_on_the_gpu() {
 }
 
 /// What is wrong with the GPU's answers; each answer must be there and the kernels must have run.
-fn problem(gpu: &multihead::Gpu, case: &Case) -> Option<String> {
+fn problem(gpu: &multihead::Gpu, case: &Case, path: Path) -> Option<String> {
     if case.expected.is_empty() {
         return Some("has no answer to compare with".to_owned());
     }
     let before = gpu.dispatches();
-    let answers = match run::run(gpu, case, case.expects_weights()) {
+    let answers = match run::run(gpu, case, case.expects_weights(), path) {
         Ok(answers) => answers,
         Err(CaseError::Unsupported(reason)) => return Some(format!("unsupported: {reason}")),
         Err(CaseError::Bad(reason)) => return Some(reason),
@@ -78,8 +82,8 @@ fn problem(gpu: &multihead::Gpu, case: &Case) -> Option<String> {
 #[test]
 fn a_wrong_answer_is_told() {
     let mut case = Case::read(&files()[0]).unwrap();
-    assert_eq!(problem(gpu(), &case), None);
+    assert_eq!(problem(gpu(), &case, Path::Auto), None);
     let expected = case.expected.get_mut("output").unwrap();
     expected.data[0] += 3.0 * expected.tolerance as f32 + 1e-4;
-    assert!(problem(gpu(), &case).unwrap().contains("output"));
+    assert!(problem(gpu(), &case, Path::Auto).unwrap().contains("output"));
 }

@@ -549,7 +549,7 @@ fn a_lost_device_is_an_error_and_nothing_else() {
                 "a new layer",
                 MultiHeadAttention::seeded(gpu, MultiHeadAttentionConfig::new(4, 2), 1).map(|_| ()),
             ),
-            ("warm_up", attention.warm_up(DType::F32)),
+            ("warm_up", attention.warm_up(DType::F32, 9, 9)),
             ("upload", Tensor::upload(gpu, &[1.0f32], &[1]).map(|_| ())),
             ("zeros", Tensor::zeros(gpu, DType::F32, &[5]).map(|_| ())),
             (
@@ -754,11 +754,11 @@ fn tensors_and_scratch_are_dropped_while_commands_are_in_flight() {
 fn pipelines_and_scratch_are_bounded() {
     let gpu = Gpu::new().unwrap();
     let attention = Attention::new(&gpu, AttentionOptions::new()).unwrap();
-    attention.warm_up(DType::F32).unwrap();
+    attention.warm_up(DType::F32, 9, 9).unwrap();
     let warm = gpu.pipelines();
     assert!((1..10).contains(&warm), "{warm} pipelines");
     for index in 0..200usize {
-        let (heads, queries, keys) = (1 + index % 3, 1 + index % 7, 1 + index * 11);
+        let (heads, queries, keys) = (1 + index % 3, 1 + index % 70, 1 + index * 11);
         let [batch, head_dim] = [1 + index % 2, 1 + index % 9];
         let query = Tensor::zeros(&gpu, DType::F32, &[batch, heads, queries, head_dim]).unwrap();
         let key = Tensor::zeros(&gpu, DType::F32, &[batch, heads, keys, head_dim]).unwrap();

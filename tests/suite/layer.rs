@@ -3,7 +3,8 @@
 use half::f16;
 use multihead::{
     AttentionOptions, Causal, CheckpointNames, DType, Error, Gpu, KvLengths, Mask, MultiHeadAttention,
-    MultiHeadAttentionConfig, MultiHeadInputs, MultiHeadOutputs, NeedWeights, Parameters, Tensor, reference,
+    MultiHeadAttentionConfig, MultiHeadInputs, MultiHeadOutputs, NeedWeights, Parameters, Path, Tensor,
+    reference,
 };
 use proptest::prelude::*;
 
@@ -344,7 +345,8 @@ impl Case {
             if let Some(at) = (0..truth.len()).find(|&at| truth[at] == 0.0 && weights[at] != 0.0) {
                 return Err(format!("{name}weight {at} is {}", weights[at]));
             }
-            let without = layer.forward(&uploaded.inputs(), NeedWeights::No).unwrap();
+            let composed = layer.clone().with_path(Path::Composed);
+            let without = composed.forward(&uploaded.inputs(), NeedWeights::No).unwrap();
             if !same_bits(&download(&without.output), &output) {
                 return Err(format!("{name}the output differs when weights are wanted"));
             }
