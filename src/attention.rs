@@ -183,7 +183,8 @@ impl Attention {
     ///
     /// # Errors
     ///
-    /// [`Error::Option`] if the fused path is forced and weights are wanted.
+    /// [`Error::Option`] if the fused path is forced and weights are wanted; [`Error::Limit`] if it is forced beyond
+    /// what a software adapter can run.
     pub fn choice(&self, shape: &AttentionShape, weights: bool) -> Result<Choice> {
         let (path, reason) = self.choose(shape, weights)?;
         let tile = match path {
@@ -215,6 +216,15 @@ impl Attention {
                 Path::Composed,
                 "values without columns leave the fused path nothing to do".to_owned(),
             ),
+            Path::Fused if software && iterations > SOFTWARE_ITERATIONS => {
+                return Err(Error::Limit {
+                    what: format!("the fused path over {seen} keys of {} entries", shape.head_dim),
+                    needs: iterations,
+                    allows: SOFTWARE_ITERATIONS,
+                    limit: "rounds of an invocation's loops, which software adapters end after 65535",
+                    advice: "use Path::Auto or Path::Composed".to_owned(),
+                });
+            }
             Path::Fused => (Path::Fused, "it was asked for".to_owned()),
             Path::Composed => (Path::Composed, "it was asked for".to_owned()),
             Path::Auto if weights => (Path::Composed, "the weights are wanted".to_owned()),
