@@ -10,8 +10,8 @@ use std::time::Instant;
 
 use clap::Parser;
 use multihead::{
-    Attention, AttentionInputs, AttentionOptions, AttentionOutputs, Causal, DType, Gpu, Linear,
-    MultiHeadAttention, MultiHeadAttentionConfig, MultiHeadInputs, MultiHeadOutputs, Path, Result, Tensor,
+    Attention, AttentionInputs, AttentionOptions, AttentionOutputs, AttentionPath, Causal, DType, Gpu,
+    Linear, MultiHeadAttention, MultiHeadAttentionConfig, MultiHeadInputs, MultiHeadOutputs, Result, Tensor,
     wgpu,
 };
 
@@ -65,7 +65,7 @@ fn layer(batch: usize, length: usize, embed: usize, heads: usize) -> Workload {
 }
 
 fn attention(
-    path: Path,
+    path: AttentionPath,
     heads: usize,
     queries: usize,
     keys: usize,
@@ -118,7 +118,7 @@ fn workloads() -> Vec<Workload> {
         projection(2048, 512, 512),
         projection(2048, 2048, 2048),
     ];
-    for path in [Path::Fused, Path::Composed] {
+    for path in [AttentionPath::Fused, AttentionPath::Composed] {
         for length in [512, 1024, 2048, 4096] {
             workloads.push(attention(path, 8, length, length, 64, Causal::None));
         }

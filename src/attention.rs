@@ -22,7 +22,7 @@ use crate::{
 /// output = softmax(mask(softcap(scale Q K^T) - alibi + bias)) V
 /// ```
 ///
-/// Two paths compute it ([`Path`]). The fused one makes a single pass over the keys, skips those that the window,
+/// Two paths compute it ([`AttentionPath`]). The fused one makes a single pass over the keys, skips those that the window,
 /// causal order or length hides from a whole tile of queries, and writes no score to memory. The composed one has
 /// kernels of their own for scores, softmax and weighted sum; the scores of a bounded chunk of rows go through memory.
 /// It serves when the weights are wanted and where the fused one does not pay; [`Attention::choice`] says which runs
@@ -51,12 +51,12 @@ pub struct Attention {
     gpu: Gpu,
     options: AttentionOptions,
     slopes: Option<Tensor>,
-    path: Path,
+    path: AttentionPath,
 }
 
 /// How a call is computed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
-pub enum Path {
+pub enum AttentionPath {
     /// Whichever [`Attention::choice`] finds.
     #[default]
     Auto,
@@ -70,8 +70,8 @@ pub enum Path {
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Choice {
-    /// [`Path::Fused`] or [`Path::Composed`].
-    pub path: Path,
+    /// [`AttentionPath::Fused`] or [`AttentionPath::Composed`].
+    pub path: AttentionPath,
     /// Why this path.
     pub reason: String,
     /// Tile sizes of its kernels.
@@ -157,12 +157,12 @@ impl Attention {
             gpu: gpu.clone(),
             options,
             slopes,
-            path: Path::Auto,
+            path: AttentionPath::Auto,
         })
     }
 
     /// The same operator with its path forced.
-    pub fn with_path(mut self, path: Path) -> Self {
+    pub fn with_path(mut self, path: AttentionPath) -> Self {
         self.path = path;
         self
     }
@@ -171,30 +171,33 @@ impl Attention {
     ///
     /// ```
     /// # fn main() -> multihead::Result<()> {
-    /// use multihead::{Attention, AttentionOptions, AttentionShape, Gpu, Path};
+    /// use multihead::{Attention, AttentionOptions, AttentionShape, Gpu, AttentionPath};
     ///
     /// let attention = Attention::new(&Gpu::new()?, AttentionOptions::new())?;
     /// let shape = AttentionShape::new(1, 8, 512, 64);
-    /// assert_eq!(attention.choice(&shape, false)?.path, Path::Fused);
-    /// assert_eq!(attention.choice(&shape, true)?.path, Path::Composed);
+    /// assert_eq!(attention.choice(&shape, false)?.path, AttentionPath::Fused);
+    /// assert_eq!(attention.choice(&shape, true)?.path, AttentionPath::Composed);
     /// # Ok(())
     /// # }
     /// ```
     ///
     /// # Errors
     ///
-    /// [`Error::Option`] if the fused path is forced and weights are wanted; [`Error::Limit`] if it is forced beyond
+    /// [`Error::Shape`] for sizes that no call may have; [`Error::Option`] if the fused path is forced and weights are wanted; [`Error::Limit`] if it is forced beyond
     /// what a software adapter can run.
     pub fn choice(&self, shape: &AttentionShape, weights: bool) -> Result<Choice> {
+        shape.validate()?;
         let (path, reason) = self.choose(shape, weights)?;
         let tile = match path {
-            Path::Fused => format!("{:?}", FlashTile::of(&self.gpu, shape.head_dim, shape.value_dim)),
+            AttentionPath::Fused => {
+                format!("{:?}", FlashTile::of(&self.gpu, shape.head_dim, shape.value_dim))
+            }
             _ => format!("{:?}", Tile::of(&self.gpu, Product::Scores)),
         };
         Ok(Choice { path, reason, tile })
     }
 
-    fn choose(&self, shape: &AttentionShape, weights: bool) -> Result<(Path, String)> {
+    fn choose(&self, shape: &AttentionShape, weights: bool) -> Result<(AttentionPath, String)> {
         let tile = FlashTile::of(&self.gpu, shape.head_dim, shape.value_dim);
         let visibility = Visibility::new(&self.options);
         let seen = if visibility.left < UNBOUNDED && visibility.right < UNBOUNDED {
@@ -206,42 +209,45 @@ impl Attention {
         let software = self.gpu.info().device_type == wgpu::DeviceType::Cpu;
         let iterations = tile.iterations(seen, shape.head_dim as u64);
         Ok(match self.path {
-            Path::Fused if weights => {
+            AttentionPath::Fused if weights => {
                 return Err(Error::Option(
-                    "the fused path never holds the weights: ask for them on Path::Composed or Path::Auto"
+                    "the fused path never holds the weights: ask for them on AttentionPath::Composed or AttentionPath::Auto"
                         .to_owned(),
                 ));
             }
             _ if shape.value_dim == 0 => (
-                Path::Composed,
+                AttentionPath::Composed,
                 "values without columns leave the fused path nothing to do".to_owned(),
             ),
-            Path::Fused if software && iterations > SOFTWARE_ITERATIONS => {
+            AttentionPath::Fused if software && iterations > SOFTWARE_ITERATIONS => {
                 return Err(Error::Limit {
                     what: format!("the fused path over {seen} keys of {} entries", shape.head_dim),
                     needs: iterations,
                     allows: SOFTWARE_ITERATIONS,
                     limit: "rounds of an invocation's loops, which software adapters end after 65535",
-                    advice: "use Path::Auto or Path::Composed".to_owned(),
+                    advice: "use AttentionPath::Auto or AttentionPath::Composed".to_owned(),
                 });
             }
-            Path::Fused => (Path::Fused, "it was asked for".to_owned()),
-            Path::Composed => (Path::Composed, "it was asked for".to_owned()),
-            Path::Auto if weights => (Path::Composed, "the weights are wanted".to_owned()),
-            Path::Auto if shape.queries < FUSED_QUERIES => (
-                Path::Composed,
+            AttentionPath::Fused => (AttentionPath::Fused, "it was asked for".to_owned()),
+            AttentionPath::Composed => (AttentionPath::Composed, "it was asked for".to_owned()),
+            AttentionPath::Auto if weights => (AttentionPath::Composed, "the weights are wanted".to_owned()),
+            AttentionPath::Auto if shape.queries < FUSED_QUERIES => (
+                AttentionPath::Composed,
                 format!(
                     "{} queries would leave most of the fused kernel's rows idle",
                     shape.queries
                 ),
             ),
-            Path::Auto if software && iterations > SOFTWARE_ITERATIONS => (
-                Path::Composed,
+            AttentionPath::Auto if software && iterations > SOFTWARE_ITERATIONS => (
+                AttentionPath::Composed,
                 format!(
                     "software adapters end an invocation's loops after 65535 rounds, the fused one needs {iterations}"
                 ),
             ),
-            Path::Auto => (Path::Fused, "the weights are not wanted".to_owned()),
+            AttentionPath::Auto => (
+                AttentionPath::Fused,
+                "it is the default where no weights are wanted".to_owned(),
+            ),
         })
     }
 
@@ -255,7 +261,8 @@ impl Attention {
         &self.gpu
     }
 
-    /// Builds the pipelines for tensors of this type and these head sizes ahead of the first call.
+    /// Builds the pipelines for tensors of this type and these head sizes ahead of the first call: all but those that
+    /// join past keys, or lengths, slopes and sinks.
     ///
     /// # Errors
     ///
@@ -263,7 +270,7 @@ impl Attention {
     pub fn warm_up(&self, dtype: DType, head_dim: usize, value_dim: usize) -> Result<()> {
         let gpu = &self.gpu;
         let storage = Storage::of(gpu, dtype)?;
-        if self.path != Path::Fused {
+        if self.path != AttentionPath::Fused {
             gpu.kernel(&scores::variant(Tile::of(gpu, Product::Scores), storage, storage))?;
             for threads in crate::tuning::SOFTMAX_THREADS {
                 gpu.kernel(&softmax::variant(threads))?;
@@ -274,7 +281,7 @@ impl Attention {
                 storage,
             ))?;
         }
-        if self.path != Path::Composed {
+        if self.path != AttentionPath::Composed {
             let tile = FlashTile::of(gpu, head_dim, value_dim);
             // Masks make another variant; which calls have some is not known yet.
             for plain in [false, true] {
@@ -402,7 +409,7 @@ impl Attention {
             )?
             .0
         {
-            Path::Fused => self.fused(batch, &shape, operands, &rule, &lse),
+            AttentionPath::Fused => self.fused(batch, &shape, operands, &rule, &lse),
             _ => self.composed(batch, &shape, operands, &rule, &lse, outputs),
         }
     }

@@ -123,10 +123,9 @@ impl Gpu {
     pub async fn new_async() -> Result<Self> {
         let instance = wgpu::Instance::new(wgpu::InstanceDescriptor::new_without_display_handle_from_env());
         let adapter = choose_adapter(&instance).await?;
-        let wanted = wgpu::Features::SHADER_F16 | wgpu::Features::SUBGROUP | wgpu::Features::TIMESTAMP_QUERY;
         let descriptor = |required_limits| wgpu::DeviceDescriptor {
             label: Some("multihead"),
-            required_features: adapter.features() & wanted,
+            required_features: Self::useful_features(&adapter),
             required_limits,
             ..Default::default()
         };
@@ -147,6 +146,14 @@ impl Gpu {
         Ok(gpu)
     }
 
+    /// The features of `adapter` that make calls faster, to ask for when you open a device of your own: without
+    /// `SUBGROUP` a software adapter takes the workgroup-memory kernels, which are several times slower there, and
+    /// without `SHADER_F16` halves are unpacked by hand.
+    pub fn useful_features(adapter: &wgpu::Adapter) -> wgpu::Features {
+        let useful = wgpu::Features::SHADER_F16 | wgpu::Features::SUBGROUP | wgpu::Features::TIMESTAMP_QUERY;
+        adapter.features() & useful
+    }
+
     /// Joins a device that the caller owns. Its limits and features are respected as they are, and its error
     /// handler, lost-device callback and error scopes are left alone.
     ///
@@ -154,7 +161,8 @@ impl Gpu {
     ///
     /// # Errors
     ///
-    /// [`Error::DeviceLost`] if the device is lost already.
+    /// [`Error::DeviceLost`] if the device is lost already; [`Error::Limit`] if it allows less than WebGPU guarantees of
+    /// what the kernels need: 8 storage buffers per stage, 256 invocations and 16 KiB of memory per workgroup.
     ///
     /// ```
     /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -163,7 +171,11 @@ impl Gpu {
     /// // The device of your own program.
     /// let instance = wgpu::Instance::default();
     /// let adapter = pollster::block_on(instance.request_adapter(&wgpu::RequestAdapterOptions::default()))?;
-    /// let (device, queue) = pollster::block_on(adapter.request_device(&wgpu::DeviceDescriptor::default()))?;
+    /// let (device, queue) = pollster::block_on(adapter.request_device(&wgpu::DeviceDescriptor {
+    ///     required_features: multihead::Gpu::useful_features(&adapter),
+    ///     required_limits: adapter.limits(), // larger tensors than the defaults allow
+    ///     ..Default::default()
+    /// }))?;
     ///
     /// let gpu = multihead::Gpu::from_device(&device, &queue)?;
     /// assert_eq!(gpu.device(), &device);
@@ -172,6 +184,7 @@ impl Gpu {
     /// ```
     pub fn from_device(device: &wgpu::Device, queue: &wgpu::Queue) -> Result<Self> {
         let lost = Arc::new(Mutex::new(None));
+        check_limits(&device.limits())?;
         let placeholder = |label| {
             guarded(device, &lost, "creating a placeholder buffer", 16, || {
                 device.create_buffer(&wgpu::BufferDescriptor {
@@ -511,6 +524,40 @@ fn guarded<T>(
         during: during.to_owned(),
         message: error.to_string(),
     })
+}
+
+/// Every kernel stays within what WebGPU guarantees (a test of all variants holds them to it); a device may have been
+/// opened with less.
+fn check_limits(limits: &wgpu::Limits) -> Result<()> {
+    let guaranteed = wgpu::Limits::default();
+    for (limit, needs, allows) in [
+        (
+            "max_storage_buffers_per_shader_stage",
+            guaranteed.max_storage_buffers_per_shader_stage,
+            limits.max_storage_buffers_per_shader_stage,
+        ),
+        (
+            "max_compute_invocations_per_workgroup",
+            guaranteed.max_compute_invocations_per_workgroup,
+            limits.max_compute_invocations_per_workgroup,
+        ),
+        (
+            "max_compute_workgroup_storage_size",
+            guaranteed.max_compute_workgroup_storage_size,
+            limits.max_compute_workgroup_storage_size,
+        ),
+    ] {
+        if allows < needs {
+            return Err(Error::Limit {
+                what: "the kernels".to_owned(),
+                needs: needs.into(),
+                allows: allows.into(),
+                limit,
+                advice: "open the device with wgpu::Limits::default() or the adapter's own limits".to_owned(),
+            });
+        }
+    }
+    Ok(())
 }
 
 /// The adapter that the environment asks for, or the fastest.

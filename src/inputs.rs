@@ -150,7 +150,18 @@ impl Mask {
 
     /// Strides by which it is read as `target`, from its own strides.
     pub(crate) fn strides(&self, what: &str, target: [usize; 4]) -> Result<[u32; 4]> {
-        let row_major = broadcast_strides(what, self.tensor.shape(), target, self.short_keys)?;
+        let shape = self.tensor.shape();
+        let row_major =
+            broadcast_strides(what, shape, target, self.short_keys).map_err(|error| match error {
+                Error::Shape(text)
+                    if shape.len() == 3 && shape[0] != 1 && shape[0] == target[0] * target[1] =>
+                {
+                    Error::Shape(format!(
+                        "{text}; PyTorch's [B * H, Lq, Lk] is {target:?} here, with the same values"
+                    ))
+                }
+                other => other,
+            })?;
         let mut strides = [0; 4];
         for (back, &stride) in self.tensor.strides().iter().rev().enumerate() {
             if row_major[3 - back] != 0 {
@@ -158,6 +169,22 @@ impl Mask {
             }
         }
         Ok(strides)
+    }
+
+    /// Checks that it can hide keys, `[batch, keys]`; float masks belong to the argument `bias_name`.
+    pub(crate) fn check_keys(&self, name: &str, bias_name: &str, batch: usize, keys: usize) -> Result<()> {
+        if !matches!(self.kind, MaskKind::Keep | MaskKind::Ignore) {
+            return Err(Error::DType(format!(
+                "{name} is a float mask: key padding is boolean; add floats through {bias_name}, shape [B, 1, 1, Lk]"
+            )));
+        }
+        if self.tensor.shape() != [batch, keys] {
+            return Err(Error::Shape(format!(
+                "{name} has shape {:?}, expected [batch, keys] = [{batch}, {keys}]",
+                self.tensor.shape()
+            )));
+        }
+        Ok(())
     }
 
     /// Keys of `keys` that it covers.
@@ -428,19 +455,7 @@ impl<'a> AttentionInputs<'a> {
             mask.strides("mask", [shape.batch, shape.heads, shape.queries, maskable])?;
         }
         if let Some(mask) = self.key_mask {
-            if !matches!(mask.kind(), MaskKind::Keep | MaskKind::Ignore) {
-                return Err(Error::DType(
-                    "key_mask is a float mask: key padding is boolean; add floats through mask, shape [B, 1, 1, Lk]"
-                        .to_owned(),
-                ));
-            }
-            if mask.tensor().shape() != [shape.batch, maskable] {
-                return Err(Error::Shape(format!(
-                    "key_mask has shape {:?}, expected [batch, keys] = [{}, {maskable}]",
-                    mask.tensor().shape(),
-                    shape.batch
-                )));
-            }
+            mask.check_keys("key_mask", "mask", shape.batch, maskable)?;
         }
         if let Some(lengths) = self.kv_lengths {
             if self.past.is_some() {
@@ -477,7 +492,8 @@ pub(crate) fn check_device(gpu: &Gpu, name: &str, tensor: &Tensor) -> Result<()>
         return Ok(());
     }
     Err(Error::WrongDevice(format!(
-        "{name} lives on {}, the call runs on another device or Gpu, {}: download and upload it, or share one Gpu by cloning it",
+        "{name} lives on {}, the call runs on another device or Gpu, {}: make all tensors of a call with one Gpu; a device \
+         that was joined twice is two of them, so clone the first instead",
         tensor.gpu().description(),
         gpu.description()
     )))

@@ -1,5 +1,6 @@
 #![doc = include_str!("../README.md")]
 
+pub use half::f16;
 pub use wgpu;
 
 mod attention;
@@ -20,7 +21,7 @@ mod tensor;
 mod tuning;
 mod weights;
 
-pub use attention::{Attention, AttentionResult, Choice, Path, Wanted};
+pub use attention::{Attention, AttentionPath, AttentionResult, Choice, Wanted};
 pub use config::MultiHeadAttentionConfig;
 pub use dtype::{DType, Element};
 pub use error::{Error, Result};

@@ -1,8 +1,8 @@
 //! The layer: projections, attention, output projection, with PyTorch's weights and vocabulary.
 
 use crate::{
-    Attention, AttentionInputs, AttentionOptions, AttentionOutputs, Causal, DType, Error, Gpu, KvLengths,
-    Mask, MultiHeadAttentionConfig, Parameters, Path, Result, Tensor,
+    Attention, AttentionInputs, AttentionOptions, AttentionOutputs, AttentionPath, Causal, DType, Error, Gpu,
+    KvLengths, Mask, MultiHeadAttentionConfig, Parameters, Result, Tensor,
     gpu::Scratch,
     inputs::{check_device, check_overlaps},
     kernel::{Batch, Binding, Storage},
@@ -372,7 +372,7 @@ impl MultiHeadAttention {
     }
 
     /// The same layer with the path of its attention forced; [`Attention::choice`] tells what is chosen otherwise.
-    pub fn with_path(mut self, path: Path) -> Self {
+    pub fn with_path(mut self, path: AttentionPath) -> Self {
         self.attention = self.attention.map(|attention| attention.with_path(path));
         self
     }
@@ -543,6 +543,12 @@ impl MultiHeadAttention {
             )));
         }
         check_float("output", outputs.output)?;
+        if let Some(mask) = inputs.attn_mask {
+            mask.strides(
+                "attn_mask",
+                [sizes.batch, config.num_heads, sizes.queries, sizes.keys],
+            )?;
+        }
 
         let [query, key, value] = self.project(batch, inputs, sizes)?;
         let behind = |tensor: &Tensor, row: usize| tensor.slice(2, row..row + 1);
@@ -691,12 +697,13 @@ impl MultiHeadAttention {
         let Some(mask) = inputs.key_padding_mask else {
             return Ok(None);
         };
-        if sizes.batched || mask.tensor().shape() != [sizes.keys] {
-            return Ok(Some(mask.clone()));
-        }
-        Ok(Some(
-            mask.with_tensor(mask.tensor().broadcast_to(&[1, sizes.keys])?),
-        ))
+        let mask = if !sizes.batched && mask.tensor().shape() == [sizes.keys] {
+            mask.with_tensor(mask.tensor().broadcast_to(&[1, sizes.keys])?)
+        } else {
+            mask.clone()
+        };
+        mask.check_keys("key_padding_mask", "attn_mask", sizes.batch, sizes.keys)?;
+        Ok(Some(mask))
     }
 
     /// Checks the inputs against the configuration and each other.

@@ -16,6 +16,9 @@ const MAX_SIZE: usize = u32::MAX as usize;
 /// A typed, strided view of a range of a `wgpu::Buffer`. Cloning it, splitting and merging heads, slicing and
 /// permuting move no data.
 ///
+/// Buffers that the crate makes have the usages `STORAGE | COPY_SRC | COPY_DST`: write to one each frame with
+/// `queue.write_buffer(tensor.buffer(), tensor.offset(), bytes)`, bind it in your own passes, copy from it.
+///
 /// ```
 /// # fn main() -> multihead::Result<()> {
 /// use multihead::{Gpu, Tensor};

@@ -3,8 +3,8 @@
 use super::case::{Answer, Answers, Case, CaseError, CaseMask, Floats, Hiding, Layer, MaskData, Op, Sdpa};
 use half::f16;
 use multihead::{
-    Attention, AttentionInputs, DType, Gpu, KvLengths, Mask, MultiHeadAttention, MultiHeadInputs,
-    NeedWeights, Parameters, Path, Result, Tensor, Wanted,
+    Attention, AttentionInputs, AttentionPath, DType, Gpu, KvLengths, Mask, MultiHeadAttention,
+    MultiHeadInputs, NeedWeights, Parameters, Result, Tensor, Wanted,
 };
 
 /// Computes every answer that the operator has; the weights only if they are wanted. Where the fused path is asked
@@ -13,7 +13,7 @@ pub(crate) fn run(
     gpu: &Gpu,
     case: &Case,
     weights: bool,
-    path: Path,
+    path: AttentionPath,
 ) -> std::result::Result<Answers, CaseError> {
     let answers = match &case.op {
         Op::Sdpa(op) => sdpa(
@@ -29,7 +29,7 @@ pub(crate) fn run(
     answers.map_err(|error| CaseError::Bad(error.to_string()))
 }
 
-fn sdpa(gpu: &Gpu, op: &Sdpa, weights: bool, path: Path, present: bool) -> Result<Answers> {
+fn sdpa(gpu: &Gpu, op: &Sdpa, weights: bool, path: AttentionPath, present: bool) -> Result<Answers> {
     let heads = |x: &Floats, heads: usize| {
         let tensor = upload(gpu, x)?;
         if op.flat {
@@ -68,7 +68,7 @@ fn sdpa(gpu: &Gpu, op: &Sdpa, weights: bool, path: Path, present: bool) -> Resul
         .clone()
         .with_path(weights_path(path, weights))
         .run(&inputs, wanted)?;
-    if path == Path::Fused && weights {
+    if path == AttentionPath::Fused && weights {
         let fused = attention.with_path(path).run(&inputs, Wanted::output().lse())?;
         (result.output, result.lse) = (fused.output, fused.lse);
     }
@@ -93,15 +93,15 @@ fn sdpa(gpu: &Gpu, op: &Sdpa, weights: bool, path: Path, present: bool) -> Resul
 }
 
 /// The path that holds the weights, if they are wanted.
-fn weights_path(path: Path, weights: bool) -> Path {
-    if weights && path == Path::Fused {
-        Path::Composed
+fn weights_path(path: AttentionPath, weights: bool) -> AttentionPath {
+    if weights && path == AttentionPath::Fused {
+        AttentionPath::Composed
     } else {
         path
     }
 }
 
-fn layer(gpu: &Gpu, op: &Layer, weights: bool, path: Path) -> Result<Answers> {
+fn layer(gpu: &Gpu, op: &Layer, weights: bool, path: AttentionPath) -> Result<Answers> {
     let layer = MultiHeadAttention::new(gpu, op.config.clone(), &parameters(op)?)?;
     let query = upload(gpu, &op.query)?;
     let key = op.key.as_ref().map(|key| upload(gpu, key)).transpose()?;
@@ -123,7 +123,7 @@ fn layer(gpu: &Gpu, op: &Layer, weights: bool, path: Path) -> Result<Answers> {
         .clone()
         .with_path(weights_path(path, weights))
         .forward(&inputs, need)?;
-    if path == Path::Fused && weights {
+    if path == AttentionPath::Fused && weights {
         result.output = layer.with_path(path).forward(&inputs, NeedWeights::No)?.output;
     }
     let mut answers = Answers::from([("output", answer(&result.output)?)]);

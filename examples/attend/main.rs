@@ -64,7 +64,7 @@ enum PathChoice {
     Composed,
 }
 
-impl From<PathChoice> for multihead::Path {
+impl From<PathChoice> for multihead::AttentionPath {
     fn from(choice: PathChoice) -> Self {
         match choice {
             PathChoice::Auto => Self::Auto,
@@ -93,7 +93,7 @@ fn main() -> ExitCode {
 
 /// Where the cases run.
 enum Engine {
-    Gpu(Gpu, multihead::Path),
+    Gpu(Gpu, multihead::AttentionPath),
     Cpu,
 }
 

@@ -2,8 +2,8 @@
 
 use half::f16;
 use multihead::{
-    Align, Attention, AttentionInputs, AttentionOptions, AttentionShape, Causal, DType, Gpu, KvLengths, Mask,
-    Path, Tensor, Wanted, reference,
+    Align, Attention, AttentionInputs, AttentionOptions, AttentionPath, AttentionShape, Causal, DType, Gpu,
+    KvLengths, Mask, Tensor, Wanted, reference,
 };
 use proptest::prelude::*;
 
@@ -232,12 +232,12 @@ impl Call {
         let lone = Wanted::output().lse();
         let composed = attention
             .clone()
-            .with_path(Path::Composed)
+            .with_path(AttentionPath::Composed)
             .run(&inputs, Wanted::output());
         let composed = composed.map_err(|error| error.to_string())?;
         let fused = attention
             .clone()
-            .with_path(Path::Fused)
+            .with_path(AttentionPath::Fused)
             .run(&inputs, lone)
             .map_err(|error| error.to_string())?;
         check_bound(

@@ -9,7 +9,7 @@ use std::path::PathBuf;
 
 use case::{Case, CaseError, Comparison};
 
-use multihead::Path;
+use multihead::AttentionPath;
 
 use crate::support::gpu;
 
@@ -36,7 +36,7 @@ fn every_case_file_passes_on_the_gpu() {
             Err(error) => failures.push(format!("{name}: {error:?}")),
             Ok(case) => {
                 for (device, gpu) in [("own", gpu()), ("plain", crate::field::plain())] {
-                    for path in [Path::Auto, Path::Fused] {
+                    for path in [AttentionPath::Auto, AttentionPath::Fused] {
                         if let Some(problem) = problem(gpu, &case, path) {
                             failures.push(format!("{name} on the {device} device, {path:?}: {problem}"));
                         }
@@ -56,7 +56,7 @@ fn every_case_file_passes_on_the_gpu() {
 }
 
 /// What is wrong with the GPU's answers; each answer must be there and the kernels must have run.
-fn problem(gpu: &multihead::Gpu, case: &Case, path: Path) -> Option<String> {
+fn problem(gpu: &multihead::Gpu, case: &Case, path: AttentionPath) -> Option<String> {
     if case.expected.is_empty() {
         return Some("has no answer to compare with".to_owned());
     }
@@ -82,8 +82,12 @@ fn problem(gpu: &multihead::Gpu, case: &Case, path: Path) -> Option<String> {
 #[test]
 fn a_wrong_answer_is_told() {
     let mut case = Case::read(&files()[0]).unwrap();
-    assert_eq!(problem(gpu(), &case, Path::Auto), None);
+    assert_eq!(problem(gpu(), &case, AttentionPath::Auto), None);
     let expected = case.expected.get_mut("output").unwrap();
     expected.data[0] += 3.0 * expected.tolerance as f32 + 1e-4;
-    assert!(problem(gpu(), &case, Path::Auto).unwrap().contains("output"));
+    assert!(
+        problem(gpu(), &case, AttentionPath::Auto)
+            .unwrap()
+            .contains("output")
+    );
 }

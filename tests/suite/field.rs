@@ -5,8 +5,8 @@ use std::sync::OnceLock;
 
 use half::f16;
 use multihead::{
-    Align, Attention, AttentionInputs, AttentionOptions, AttentionOutputs, AttentionShape, Causal, DType,
-    Error, Gpu, KvLengths, Mask, Path, Tensor, Wanted, reference, wgpu,
+    Align, Attention, AttentionInputs, AttentionOptions, AttentionOutputs, AttentionPath, AttentionShape,
+    Causal, DType, Error, Gpu, KvLengths, Mask, Tensor, Wanted, reference, wgpu,
 };
 
 use crate::{
@@ -237,7 +237,7 @@ impl Sdpa {
         let uploaded = self.upload(gpu);
         let attention = Attention::new(gpu, self.options.clone())
             .unwrap()
-            .with_path(Path::Fused);
+            .with_path(AttentionPath::Fused);
         let result = attention.run(&uploaded.inputs(), Wanted::output().lse()).unwrap();
         (download(&result.output), download(&result.lse.unwrap()))
     }
@@ -247,7 +247,7 @@ impl Sdpa {
         let uploaded = self.upload(gpu);
         let attention = Attention::new(gpu, self.options.clone())
             .unwrap()
-            .with_path(Path::Composed);
+            .with_path(AttentionPath::Composed);
         download(
             &attention
                 .run(&uploaded.inputs(), Wanted::output())
@@ -288,7 +288,7 @@ impl Sdpa {
             }
             let fused = Attention::new(gpu, self.options.clone())
                 .unwrap()
-                .with_path(Path::Fused);
+                .with_path(AttentionPath::Fused);
             // Software adapters end loops too early for the longest rows; the call says so.
             if self.fused && fused.choice(&self.shape, false).is_ok() {
                 let (output, lse) = self.fused_on(gpu);
@@ -754,7 +754,7 @@ fn f058_masks_that_do_not_fit_are_refused() {
     let uploaded = call.upload(gpu());
     let attention = Attention::new(gpu(), AttentionOptions::new())
         .unwrap()
-        .with_path(Path::Composed);
+        .with_path(AttentionPath::Composed);
     for (shape, fits) in [
         (vec![128usize, 128], false),
         (vec![100, 128], false),
@@ -1169,9 +1169,9 @@ fn f029_views_equal_their_contiguous_copies() {
     call.checked();
     for (gpu, path) in [gpu(), plain()]
         .into_iter()
-        .flat_map(|gpu| [(gpu, Path::Composed), (gpu, Path::Fused)])
+        .flat_map(|gpu| [(gpu, AttentionPath::Composed), (gpu, AttentionPath::Fused)])
     {
-        let expected = if path == Path::Fused {
+        let expected = if path == AttentionPath::Fused {
             call.fused_on(gpu).0
         } else {
             call.output_on(gpu)
@@ -1749,7 +1749,7 @@ fn f082_f085_scores_beyond_one_binding_are_cut_and_the_cut_does_not_show() {
     let inputs = AttentionInputs::new(&q, &k, &v);
     let attention = Attention::new(plain(), AttentionOptions::new())
         .unwrap()
-        .with_path(Path::Composed);
+        .with_path(AttentionPath::Composed);
     let before = plain().dispatches();
     let result = attention.run(&inputs, Wanted::output()).unwrap();
     assert!(plain().dispatches() - before >= 6, "cut into chunks");
@@ -1804,7 +1804,7 @@ fn calls_recorded_before_one_submit_keep_their_own_options_and_masks() {
     let expected = calls.map(|call| call.checked());
     for (gpu, path) in [gpu(), plain()]
         .into_iter()
-        .flat_map(|gpu| [(gpu, Path::Composed), (gpu, Path::Fused)])
+        .flat_map(|gpu| [(gpu, AttentionPath::Composed), (gpu, AttentionPath::Fused)])
     {
         let mut encoder = gpu.encoder();
         let outputs = calls.map(|call| {
@@ -1819,13 +1819,15 @@ fn calls_recorded_before_one_submit_keep_their_own_options_and_masks() {
         });
         gpu.submit(encoder).unwrap();
         for ((call, output), expected) in calls.iter().zip(&outputs).zip(&expected) {
-            let alone = if path == Path::Fused {
+            let alone = if path == AttentionPath::Fused {
                 call.fused_on(gpu).0
             } else {
                 call.output_on(gpu)
             };
             assert!(same_bits(&download(output), &alone));
-            assert!(gpu != self::gpu() || path == Path::Fused || same_bits(&alone, &expected.output));
+            assert!(
+                gpu != self::gpu() || path == AttentionPath::Fused || same_bits(&alone, &expected.output)
+            );
         }
     }
 }
@@ -1889,7 +1891,7 @@ fn f087_f099_pipelines_do_not_grow_with_shapes_and_warm_up_builds_them() {
     let gpu = Gpu::new().unwrap();
     let attention = Attention::new(&gpu, AttentionOptions::new())
         .unwrap()
-        .with_path(Path::Composed);
+        .with_path(AttentionPath::Composed);
     attention.warm_up(DType::F32, 40, 40).unwrap();
     let built = gpu.pipelines();
     let mut numbers = Numbers::new(1);

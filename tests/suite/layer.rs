@@ -2,9 +2,9 @@
 
 use half::f16;
 use multihead::{
-    AttentionOptions, Causal, CheckpointNames, DType, Error, Gpu, KvLengths, Mask, MultiHeadAttention,
-    MultiHeadAttentionConfig, MultiHeadInputs, MultiHeadOutputs, NeedWeights, Parameters, Path, Tensor,
-    reference,
+    AttentionOptions, AttentionPath, Causal, CheckpointNames, DType, Error, Gpu, KvLengths, Mask,
+    MultiHeadAttention, MultiHeadAttentionConfig, MultiHeadInputs, MultiHeadOutputs, NeedWeights, Parameters,
+    Tensor, reference,
 };
 use proptest::prelude::*;
 
@@ -345,7 +345,7 @@ impl Case {
             if let Some(at) = (0..truth.len()).find(|&at| truth[at] == 0.0 && weights[at] != 0.0) {
                 return Err(format!("{name}weight {at} is {}", weights[at]));
             }
-            let composed = layer.clone().with_path(Path::Composed);
+            let composed = layer.clone().with_path(AttentionPath::Composed);
             let without = composed.forward(&uploaded.inputs(), NeedWeights::No).unwrap();
             if !same_bits(&download(&without.output), &output) {
                 return Err(format!("{name}the output differs when weights are wanted"));
