@@ -12,7 +12,7 @@ use crate::{
     },
     mask::{UNBOUNDED, Visibility},
     shape::product,
-    tuning::{FUSED_QUERIES, FlashTile, Product, SCORES_CHUNK, SOFTWARE_ITERATIONS, Tile},
+    tuning::{FUSED_QUERIES, FlashTile, Product, SCORES_CHUNK, SOFTWARE_ITERATIONS, Tile, composed_keys},
 };
 
 /// Scaled dot-product attention with everything that hides, moves or caps a score
@@ -477,6 +477,15 @@ impl Attention {
             slopes: &vector(&bound.slopes),
             rule: bound.rule,
         };
+        if let Some(allows) = composed_keys(gpu).filter(|&allows| shape.keys > allows) {
+            return Err(Error::Limit {
+                what: "the composed path over all keys".to_owned(),
+                needs: shape.keys as u64,
+                allows: allows as u64,
+                limit: "keys, since this software adapter ends an invocation's loops after 65535 rounds",
+                advice: "use a newer driver (Mesa 25) or fewer keys".to_owned(),
+            });
+        }
         let all_scores = shape.scores().saturating_mul(4);
         let (chunks, weights) = if let Some(weights) = outputs.weights {
             (vec![whole(shape)], Binding::output(gpu, "weights", weights)?)

@@ -345,6 +345,23 @@ impl FlashTile {
 /// loops counted in.
 pub(crate) const SOFTWARE_ITERATIONS: u64 = 60_000;
 
+/// Keys up to which the composed path is right on a software adapter whose loops end early; `None` where they do not.
+/// Mesa 22.3 ends them, 25.0 does not.
+pub(crate) fn composed_keys(gpu: &Gpu) -> Option<usize> {
+    let info = gpu.info();
+    let mesa = info
+        .driver_info
+        .strip_prefix("Mesa ")
+        .and_then(|rest| rest.split('.').next()?.parse::<u32>().ok());
+    if info.device_type != wgpu::DeviceType::Cpu || mesa.is_some_and(|major| major >= 25) {
+        return None;
+    }
+    match Tile::of(gpu, Product::WeightedSum) {
+        Tile::Subgroup { .. } => Some(400_000),
+        Tile::Workgroup { .. } => Some(80_000),
+    }
+}
+
 /// Queries from which the fused kernel is worth it: its tile has 32 rows or more, the composed path's 12 or more.
 pub(crate) const FUSED_QUERIES: usize = 16;
 

@@ -72,8 +72,9 @@ fn load_queries(at: u32, dim: u32) {
     }
 }
 
-fn add_key(k: u32, at: u32, offset: u32, j: u32) {
-    let x = load_key(offset + min(j + k, last_key) * key_row);
+fn add_key(k: u32, at: u32, offset: u32, j: u32, inside: bool) {
+    // Queries are 0 outside, but 0 times an infinite key is not.
+    let x = select(0.0, load_key(offset + min(j + k, last_key) * key_row), inside);
     var sum = weights[k];
     sum = fma(queries[at], vec4<f32>(subgroupBroadcast(x, 0u)), sum);
     sum = fma(queries[at + 1u], vec4<f32>(subgroupBroadcast(x, 1u)), sum);
@@ -90,25 +91,26 @@ fn add_key(k: u32, at: u32, offset: u32, j: u32) {
 
 fn add_scores(at: u32, dim: u32, j: u32) {
     let offset = tile.key_base + min(dim + step, last_dim) * key_dim;
-    add_key(0u, at, offset, j);
-    add_key(1u, at, offset, j);
-    add_key(2u, at, offset, j);
-    add_key(3u, at, offset, j);
+    let inside = dim + step <= last_dim;
+    add_key(0u, at, offset, j, inside);
+    add_key(1u, at, offset, j, inside);
+    add_key(2u, at, offset, j, inside);
+    add_key(3u, at, offset, j, inside);
     if KEYS > 4u {
-        add_key(4u, at, offset, j);
-        add_key(5u, at, offset, j);
-        add_key(6u, at, offset, j);
-        add_key(7u, at, offset, j);
+        add_key(4u, at, offset, j, inside);
+        add_key(5u, at, offset, j, inside);
+        add_key(6u, at, offset, j, inside);
+        add_key(7u, at, offset, j, inside);
     }
     if KEYS > 8u {
-        add_key(8u, at, offset, j);
-        add_key(9u, at, offset, j);
-        add_key(10u, at, offset, j);
-        add_key(11u, at, offset, j);
-        add_key(12u, at, offset, j);
-        add_key(13u, at, offset, j);
-        add_key(14u, at, offset, j);
-        add_key(15u, at, offset, j);
+        add_key(8u, at, offset, j, inside);
+        add_key(9u, at, offset, j, inside);
+        add_key(10u, at, offset, j, inside);
+        add_key(11u, at, offset, j, inside);
+        add_key(12u, at, offset, j, inside);
+        add_key(13u, at, offset, j, inside);
+        add_key(14u, at, offset, j, inside);
+        add_key(15u, at, offset, j, inside);
     }
 }
 

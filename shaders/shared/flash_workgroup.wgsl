@@ -57,12 +57,12 @@ fn copy_queries(dim0: u32, thread: u32) {
     }
 }
 
-// Dims outside meet queries that are 0, keys outside are hidden.
+// Dims outside are 0, keys outside are hidden.
 fn copy_keys(dim0: u32, j: u32, last_key: u32, thread: u32) {
     for (var i = thread; i < DEPTH * TILE_KEYS; i += WORKGROUP) {
         let dim = min(dim0 + i % DEPTH, params.head_dim - 1u);
-        tile_b[i % DEPTH * STRIDE_B + i / DEPTH] =
-            load_key(tile.key_base + min(j + i / DEPTH, last_key) * params.key_row + dim * params.key_dim);
+        let x = load_key(tile.key_base + min(j + i / DEPTH, last_key) * params.key_row + dim * params.key_dim);
+        tile_b[i % DEPTH * STRIDE_B + i / DEPTH] = select(0.0, x, dim0 + i % DEPTH < params.head_dim);
     }
 }
 

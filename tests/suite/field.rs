@@ -1832,6 +1832,24 @@ fn calls_recorded_before_one_submit_keep_their_own_options_and_masks() {
     }
 }
 
+/// Head sizes are padded in the kernels, and 0 times an infinite key is NaN: the padding has to be 0 on both sides.
+#[test]
+fn an_infinite_key_does_not_meet_the_padding_of_the_head_size() {
+    for size in [1usize, 7, 9] {
+        let mut call = Sdpa::new(shape(1, 1, 20, 12, size));
+        call.query.fill(1.0);
+        call.key[4 * size - 1] = f32::NEG_INFINITY;
+        for gpu in [gpu(), plain()] {
+            let (output, _) = call.fused_on(gpu);
+            assert!(output.iter().all(|x| x.is_finite()), "{size}: {output:?}");
+            let mut without = call.clone();
+            without.key[4 * size - 1] = 0.0;
+            let (hidden, _) = without.key_mask(|_, j| j != 3).fused_on(gpu);
+            assert_close(&output, &crate::support::wide(&hidden), 1e-6);
+        }
+    }
+}
+
 /// A kernel that never ran leaves zeros that look like an answer: each call runs the kernels that it says.
 #[test]
 fn a_call_runs_its_kernels() {
