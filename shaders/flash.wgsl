@@ -8,7 +8,13 @@
 // columns of one head; values with more columns are cut into column tiles, each of which computes the scores anew.
 //
 // The rows are `rows` rows from `first_row` on of each head from `first_head` on; head n of the call is query head
-// n % heads of batch entry n / heads.
+// n % heads of batch entry n / heads. In a packed call, the batch entries are sequences of different lengths laid end to
+// end, and rows and keys count from the start of each.
+//
+// A call whose keys are cut into ranges leaves out the division: it writes outputs, top and sum of its range, and
+// flash_merge.wgsl puts the ranges together.
+//
+// One running sum over all keys would drift: outputs and sums are added up in blocks of FOLD_KEYS keys.
 //
 // WGSL promises nothing about infinities, so top starts at the lowest finite float, and a row without a visible
 // key is told by a flag. An invisible key's value must not count even if it is NaN, and 0 * NaN is NaN: values that
@@ -52,12 +58,18 @@ struct Params {
     output_dim: u32,
     has_lse: u32,
     lse_start: u32,
+    lse_batch: u32,
+    lse_head: u32,
+    // 1 if outputs are left undivided, and top and sum take the place of the log-sum-exp.
+    partial_range: u32,
     has_sinks: u32,
     // Of slopes and sinks in `small`; the rule has those of lengths.
     slopes_start: u32,
     sinks_start: u32,
     sinks_stride: u32,
-    padding: u32,
+    // 1 if `small` starts with the seams between packed sequences, first those of the queries, then those of the keys.
+    is_packed: u32,
+    key_seams: u32,
     rule: Rule,
 }
 
@@ -72,6 +84,8 @@ struct Params {
 @group(0) @binding(7) var<storage, read_write> output: array<output_word>;
 @group(0) @binding(8) var<storage, read_write> lse: array<u32>;
 
+// The error of a sum grows with FOLD_KEYS and with the number of blocks, not with the keys.
+const FOLD_KEYS: u32 = 512u;
 const LOWEST_FLOAT: f32 = -3.40282346e38;
 
 fn load_length(i: u32) -> u32 {
@@ -110,6 +124,11 @@ fn shifted(p: i32, by: i32) -> i32 {
     return clamp(p, -UNBOUNDED, UNBOUNDED) + by;
 }
 
+// Words of a row in `lse`.
+fn lse_words() -> u32 {
+    return 1u + params.partial_range;
+}
+
 fn find_tile(index: u32) -> Tile {
     let rest = index / params.col_tiles;
     let call_head = params.first_head + rest / params.row_tiles;
@@ -124,7 +143,23 @@ fn find_tile(index: u32) -> Tile {
     tile.key_base = params.key_start + batch * params.key_batch + h / params.group_size * params.key_head;
     tile.value_base = params.value_start + batch * params.value_batch + h / params.group_size * params.value_head;
     tile.output_base = params.output_start + batch * params.output_batch + h * params.output_head;
-    tile.lse_base = params.lse_start + call_head * params.rule.queries;
+    tile.lse_base = params.lse_start + batch * params.lse_batch + h * params.lse_head;
+    if params.is_packed != 0u {
+        let first_query = small[batch];
+        let queries = small[batch + 1u] - first_query;
+        let first_key = small[params.key_seams + batch];
+        tile.head.length = small[params.key_seams + batch + 1u] - first_key;
+        tile.head.offset = params.rule.offset;
+        if params.rule.bottom_right != 0u {
+            tile.head.offset += i32(tile.head.length) - i32(queries);
+        }
+        tile.end_row = min(tile.end_row, queries);
+        tile.query_base += first_query * params.query_row;
+        tile.key_base += first_key * params.key_row;
+        tile.value_base += first_key * params.value_row;
+        tile.output_base += first_query * params.output_row;
+        tile.lse_base += first_query * lse_words();
+    }
 
     // What the window, the length and a short mask hide from all of the tile's rows is not even looked at.
     let maskable = min(params.rule.maskable, params.end_key);
@@ -147,22 +182,64 @@ fn find_tile(index: u32) -> Tile {
     return tile;
 }
 
-// Over the output of one row: what visible values that are not finite add up to. A finite sum changes nothing
-// about it.
-fn write_not_finite(tile: Tile, row: u32) {
-    for (var d = tile.col0; d < min(tile.col0 + TILE_DIMS, params.value_dim); d++) {
-        var sum = 0.0;
-        for (var j = min(tile.first, tile.tail); j < tile.end; j++) {
-            let loaded = load_value(tile.value_base + j * params.value_row + d * params.value_dim_stride);
-            if !is_finite(loaded) {
-                let looked_at = j < tile.last || j >= tile.tail;
-                if looked_at && (PLAIN == 1u || rule_score(tile.head, row, j, 0.0) != HIDDEN) {
-                    sum += loaded;
-                }
+// Keys whose values are looked at in one round: drivers bound the rounds of loops.
+const LOOK_KEYS: u32 = 16u;
+
+fn are_four_finite(at: u32, j: u32, last_key: u32) -> bool {
+    let first = is_finite(load_value(at + min(j, last_key) * params.value_row));
+    let second = is_finite(load_value(at + min(j + 1u, last_key) * params.value_row));
+    let third = is_finite(load_value(at + min(j + 2u, last_key) * params.value_row));
+    let fourth = is_finite(load_value(at + min(j + 3u, last_key) * params.value_row));
+    return first & second & third & fourth;
+}
+
+fn is_visible(tile: Tile, row: u32, j: u32) -> bool {
+    return PLAIN == 1u || rule_score(tile.head, row, j, 0.0) != HIDDEN;
+}
+
+// What visible values that are not finite add up to, of keys j to stop and `rows` rows.
+fn sum_not_finite(tile: Tile, row: u32, rows: u32, at: u32, j: u32, stop: u32) -> vec4<f32> {
+    var sums = vec4<f32>(0.0);
+    for (var k = j; k < stop; k++) {
+        let loaded = load_value(at + k * params.value_row);
+        if !is_finite(loaded) {
+            for (var r = 0u; r < rows; r++) {
+                sums[r] += select(0.0, loaded, is_visible(tile, row + r, k));
             }
         }
-        if !is_finite(sum) {
-            store(tile.output_base + row * params.output_row + d * params.output_dim, sum);
+    }
+    return sums;
+}
+
+// Over the outputs of up to four rows: what visible values that are not finite add up to. A finite sum changes nothing
+// about it.
+fn write_not_finite(tile: Tile, row: u32, rows: u32) {
+    for (var dim = tile.col0; dim < min(tile.col0 + TILE_DIMS, params.value_dim); dim++) {
+        let at = tile.value_base + dim * params.value_dim_stride;
+        var sums = vec4<f32>(0.0);
+        var j = tile.first;
+        var stop = tile.last;
+        var tail = tile.tail;
+        loop {
+            if j >= stop {
+                j = tail;
+                stop = tile.end;
+                tail = stop;
+            }
+            if j >= stop {
+                break;
+            }
+            let low = are_four_finite(at, j, stop - 1u) & are_four_finite(at, j + 4u, stop - 1u);
+            let high = are_four_finite(at, j + 8u, stop - 1u) & are_four_finite(at, j + 12u, stop - 1u);
+            if !(low & high) {
+                sums += sum_not_finite(tile, row, rows, at, j, min(j + LOOK_KEYS, stop));
+            }
+            j += LOOK_KEYS;
+        }
+        for (var r = 0u; r < rows; r++) {
+            if !is_finite(sums[r]) {
+                store_cell(tile, row + r, dim, sums[r]);
+            }
         }
     }
 }
@@ -210,7 +287,8 @@ fn first_key_of_all(h: u32) -> Start {
 
 // A row without a key and without a sink has sum 0; any other's is about 1 or more.
 fn divided(outputs: vec4<f32>, sum: vec4<f32>) -> vec4<f32> {
-    return outputs / select(sum, vec4<f32>(1.0), sum == vec4<f32>(0.0));
+    let whole = (sum == vec4<f32>(0.0)) | vec4<bool>(params.partial_range != 0u);
+    return outputs / select(sum, vec4<f32>(1.0), whole);
 }
 
 fn store_cell(tile: Tile, row: u32, dim: u32, x: f32) {
@@ -228,11 +306,17 @@ fn store_four(tile: Tile, row: u32, dim: u32, x: vec4<f32>) {
 
 fn store_row_lse(tile: Tile, row: u32, top: f32, sum: f32) {
     if row < tile.end_row {
-        lse[tile.lse_base + row] = select(bitcast<u32>(top + log(sum)), HIDDEN, sum == 0.0);
+        let at = tile.lse_base + row * lse_words();
+        if params.partial_range != 0u {
+            lse[at] = bitcast<u32>(top);
+            lse[at + 1u] = bitcast<u32>(sum);
+        } else {
+            lse[at] = select(bitcast<u32>(top + log(sum)), HIDDEN, sum == 0.0);
+        }
     }
 }
 
-// The log-sum-exp of four rows, written by the first column tile alone.
+// The log-sum-exp of four rows, or their top and sum, written by the first column tile alone.
 fn store_lse(tile: Tile, row: u32, top: vec4<f32>, sum: vec4<f32>) {
     if params.has_lse != 0u && tile.col0 == 0u {
         store_row_lse(tile, row, top.x, sum.x);

@@ -149,7 +149,7 @@ impl Mask {
     }
 
     /// Strides by which it is read as `target`, from its own strides.
-    pub(crate) fn strides(&self, what: &str, target: [usize; 4]) -> Result<[u32; 4]> {
+    pub(crate) fn strides(&self, what: &str, target: [usize; 4]) -> Result<[usize; 4]> {
         let shape = self.tensor.shape();
         let row_major =
             broadcast_strides(what, shape, target, self.short_keys).map_err(|error| match error {
@@ -165,7 +165,7 @@ impl Mask {
         let mut strides = [0; 4];
         for (back, &stride) in self.tensor.strides().iter().rev().enumerate() {
             if row_major[3 - back] != 0 {
-                strides[3 - back] = stride as u32;
+                strides[3 - back] = stride;
             }
         }
         Ok(strides)
@@ -474,7 +474,7 @@ impl<'a> AttentionInputs<'a> {
     }
 }
 
-fn check_vector(what: &str, tensor: &Tensor, len: usize) -> Result<()> {
+pub(crate) fn check_vector(what: &str, tensor: &Tensor, len: usize) -> Result<()> {
     if tensor.dtype() != DType::F32 {
         return Err(Error::DType(format!("{what} of {:?}: use F32", tensor.dtype())));
     }
@@ -570,17 +570,21 @@ impl<'a> AttentionOutputs<'a> {
         .filter_map(|(name, tensor)| tensor.map(|tensor| (name, tensor)))
     }
 
-    /// Checks the outputs against the call; gives the output as `[B, H, Lq, Dv]`.
+    /// Checks the outputs against the call; gives the output as `[B, H, Lq, Dv]`. Buffers of a planned call do not exist
+    /// and so overlap nothing.
     pub(crate) fn check(
         &self,
         gpu: &Gpu,
         inputs: &AttentionInputs,
         shape: &AttentionShape,
+        planned: bool,
     ) -> Result<Tensor> {
         for (name, tensor) in self.tensors() {
             check_device(gpu, name, tensor)?;
         }
-        check_overlaps(inputs.tensors(), self.tensors())?;
+        if !planned {
+            check_overlaps(inputs.tensors(), self.tensors())?;
+        }
         let merged = [shape.batch, shape.queries, shape.heads * shape.value_dim];
         let output = if self.output.shape() == merged && shape.heads > 0 {
             self.output.split_heads(shape.heads)?
@@ -622,7 +626,12 @@ impl<'a> AttentionOutputs<'a> {
     }
 }
 
-fn expect_result(what: &str, tensor: Option<&Tensor>, shape: &[usize], dtype: DType) -> Result<()> {
+pub(crate) fn expect_result(
+    what: &str,
+    tensor: Option<&Tensor>,
+    shape: &[usize],
+    dtype: DType,
+) -> Result<()> {
     let Some(tensor) = tensor else { return Ok(()) };
     if tensor.shape() != shape || !tensor.is_contiguous() {
         return Err(Error::Shape(format!(

@@ -6,9 +6,9 @@
 //! type), the shared pieces that the kernel names, and the kernel. `override` constants cannot size arrays in
 //! functions, which is why tile sizes are `const`.
 
-use std::{fmt::Write, num::NonZeroU64, sync::Arc};
+use std::{collections::HashMap, fmt::Write, num::NonZeroU64, ops::Range, sync::Arc};
 
-use crate::{DType, Error, Gpu, Result, Tensor};
+use crate::{DType, Error, Gpu, Result, Tensor, gpu::Scratch};
 
 /// How the elements of a binding are stored, as the shader sees it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -182,8 +182,9 @@ pub(crate) struct Binding {
 impl Binding {
     /// The first `bytes` of a buffer of this crate's own.
     pub(crate) fn prefix(gpu: &Gpu, what: &str, buffer: &wgpu::Buffer, bytes: u64) -> Result<Self> {
-        let size = bytes.next_multiple_of(4).clamp(4, buffer.size());
+        let size = bytes.next_multiple_of(4).max(4);
         check_binding(gpu, what, size)?;
+        let size = size.min(buffer.size());
         Ok(Self {
             buffer: buffer.clone(),
             offset: 0,
@@ -197,11 +198,15 @@ impl Binding {
         if tensor.is_empty() {
             return Ok((Self::absent(gpu), 0));
         }
-        let alignment = u64::from(gpu.limits().min_storage_buffer_offset_alignment).max(4);
-        let offset = tensor.offset() / alignment * alignment;
-        let size = (tensor.offset() + tensor.extent_bytes() - offset).next_multiple_of(4);
+        Self::elements(gpu, what, tensor, 0..tensor.extent())
+    }
+
+    /// The part of a tensor's memory that holds the elements `range`, counted from its first one, and what to add to such
+    /// a count to have the element's place in the binding. That may be below 0 and wraps, as shaders' arithmetic does.
+    pub(crate) fn elements(gpu: &Gpu, what: &str, tensor: &Tensor, range: Range<u64>) -> Result<(Self, u32)> {
+        let (offset, size) = Self::place(gpu, tensor, &range);
         check_binding(gpu, what, size)?;
-        let start = (tensor.offset() - offset) / tensor.dtype().size() as u64;
+        let start = (tensor.offset() as i64 - offset as i64) / tensor.dtype().size() as i64;
         Ok((
             Self {
                 buffer: tensor.buffer().clone(),
@@ -210,6 +215,25 @@ impl Binding {
             },
             start as u32,
         ))
+    }
+
+    /// Whether the device can bind the elements `range` of a tensor at once.
+    pub(crate) fn fits(gpu: &Gpu, tensor: &Tensor, range: &Range<u64>) -> bool {
+        Self::place(gpu, tensor, range).1 <= most_bytes(gpu)
+    }
+
+    fn place(gpu: &Gpu, tensor: &Tensor, range: &Range<u64>) -> (u64, u64) {
+        let alignment = u64::from(gpu.limits().min_storage_buffer_offset_alignment).max(4);
+        let byte = |element: u64| {
+            element
+                .saturating_mul(tensor.dtype().size() as u64)
+                .saturating_add(tensor.offset())
+        };
+        let offset = byte(range.start) / alignment * alignment;
+        let size = (byte(range.end) - offset)
+            .checked_next_multiple_of(4)
+            .unwrap_or(u64::MAX);
+        (offset, size)
     }
 
     /// [`Binding::tensor`] for a tensor that is written.
@@ -239,10 +263,15 @@ impl Binding {
     }
 }
 
+/// Bytes that one binding may have. Shaders count elements, and bytes of packed elements, in 32 bits.
+pub(crate) fn most_bytes(gpu: &Gpu) -> u64 {
+    gpu.limits()
+        .max_storage_buffer_binding_size
+        .min(u64::from(u32::MAX))
+}
+
 fn check_binding(gpu: &Gpu, what: &str, size: u64) -> Result<()> {
-    let allows = gpu.limits().max_storage_buffer_binding_size;
-    // Shaders count elements, and bytes of packed elements, in 32 bits.
-    let allows = allows.min(u64::from(u32::MAX));
+    let allows = most_bytes(gpu);
     if size > allows {
         return Err(Error::Limit {
             what: what.to_owned(),
@@ -261,6 +290,17 @@ pub(crate) struct Batch<'a> {
     gpu: &'a Gpu,
     params: Vec<u8>,
     calls: Vec<Call>,
+    /// What is counted instead of recorded, if the call is only planned.
+    plan: Option<Counted>,
+}
+
+/// What a planned call would take.
+#[derive(Debug, Default)]
+pub(crate) struct Counted {
+    pub(crate) dispatches: u64,
+    pub(crate) scratch: HashMap<Scratch, u64>,
+    pub(crate) key_tiles: u64,
+    pub(crate) hidden_key_tiles: u64,
 }
 
 struct Call {
@@ -284,7 +324,47 @@ impl<'a> Batch<'a> {
             gpu,
             params: Vec::new(),
             calls: Vec::new(),
+            plan: None,
         }
+    }
+
+    /// A batch that counts and records nothing. Its tensors may be [`Tensor::planned`].
+    pub(crate) fn planned(gpu: &'a Gpu) -> Self {
+        Self {
+            plan: Some(Counted::default()),
+            ..Self::new(gpu)
+        }
+    }
+
+    /// What was counted, and the bytes of the params.
+    pub(crate) fn counted(self) -> (Counted, u64) {
+        let params = self.params.len() as u64;
+        (self.plan.unwrap_or_default(), params.next_multiple_of(16))
+    }
+
+    pub(crate) fn is_planned(&self) -> bool {
+        self.plan.is_some()
+    }
+
+    /// Counts tiles of keys that are looked at and that are not.
+    pub(crate) fn count_key_tiles(&mut self, seen: u64, hidden: u64) {
+        if let Some(plan) = &mut self.plan {
+            plan.key_tiles += seen;
+            plan.hidden_key_tiles += hidden;
+        }
+    }
+
+    /// [`Gpu::scratch`], or its count.
+    pub(crate) fn scratch(&mut self, slot: Scratch, bytes: u64) -> Result<wgpu::Buffer> {
+        let Some(plan) = &mut self.plan else {
+            return self.gpu.scratch(slot, bytes);
+        };
+        let size = self
+            .gpu
+            .check_size(&format!("multihead scratch {slot:?}"), bytes)?;
+        let most = plan.scratch.entry(slot).or_default();
+        *most = size.max(*most);
+        Ok(self.gpu.absent().clone())
     }
 
     pub(crate) fn gpu(&self) -> &'a Gpu {
@@ -324,6 +404,10 @@ impl<'a> Batch<'a> {
             groups: groups as u32,
             width,
         })));
+        if let Some(plan) = &mut self.plan {
+            plan.dispatches += 1;
+            return Ok(());
+        }
         self.calls.push(Call {
             kernel: self.gpu.kernel(variant)?,
             params: start,
@@ -336,7 +420,9 @@ impl<'a> Batch<'a> {
 
     /// Binds everything, and only then records. On an error nothing is recorded.
     pub(crate) fn record(self, encoder: &mut wgpu::CommandEncoder) -> Result<()> {
-        let Self { gpu, params, calls } = self;
+        let Self {
+            gpu, params, calls, ..
+        } = self;
         if calls.is_empty() {
             return Ok(());
         }
@@ -352,7 +438,7 @@ impl<'a> Batch<'a> {
                         size: NonZeroU64::new(size),
                     })
                 };
-                let params = [range(&buffer, call.params, call.params_size)];
+                let params = [range(&buffer.buffer, call.params, call.params_size)];
                 let inputs = call.bindings.iter().map(|b| range(&b.buffer, b.offset, b.size));
                 let entries: Vec<_> = params
                     .into_iter()

@@ -579,7 +579,13 @@ impl MultiHeadAttention {
 
         let merged = [sizes.batch, sizes.queries, config.embed_dim];
         let bytes = product(&merged).saturating_mul(4);
-        let context = Tensor::of_scratch(gpu, gpu.scratch(Scratch::Context, bytes)?, 0, DType::F32, &merged)?;
+        let context = Tensor::of_scratch(
+            gpu,
+            batch.scratch(Scratch::Context, bytes)?,
+            0,
+            DType::F32,
+            &merged,
+        )?;
         let key_padding_mask = self.key_padding_mask(inputs, sizes)?;
         let with_batch = |tensor: &Tensor| {
             if sizes.batched {
@@ -620,14 +626,14 @@ impl MultiHeadAttention {
         let together = bytes.iter().fold(0u64, |sum, &bytes| sum.saturating_add(bytes));
         let fits = together <= limits.max_storage_buffer_binding_size.min(limits.max_buffer_size);
         let tensors = if fits {
-            let buffer = gpu.scratch(Scratch::Projected, together)?;
+            let buffer = batch.scratch(Scratch::Projected, together)?;
             let starts = [0, bytes[0], bytes[0] + bytes[1]];
             let part = |i: usize| Tensor::of_scratch(gpu, buffer.clone(), starts[i], DType::F32, &shapes[i]);
             [part(0)?, part(1)?, part(2)?]
         } else {
             let slots = [Scratch::Projected, Scratch::Keys, Scratch::Values];
-            let part = |i: usize| {
-                Tensor::of_scratch(gpu, gpu.scratch(slots[i], bytes[i])?, 0, DType::F32, &shapes[i])
+            let mut part = |i: usize| {
+                Tensor::of_scratch(gpu, batch.scratch(slots[i], bytes[i])?, 0, DType::F32, &shapes[i])
             };
             [part(0)?, part(1)?, part(2)?]
         };

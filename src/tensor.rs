@@ -4,7 +4,11 @@ use std::ops::Range;
 
 use futures_intrusive::channel::shared::oneshot_channel;
 
-use crate::{DType, Element, Error, Gpu, Result, shape::product};
+use crate::{
+    DType, Element, Error, Gpu, Result,
+    gpu::{Allocation, OwnBuffer},
+    shape::product,
+};
 
 /// Most axes that a tensor has.
 const MAX_RANK: usize = 4;
@@ -35,6 +39,8 @@ const MAX_SIZE: usize = u32::MAX as usize;
 pub struct Tensor {
     gpu: Gpu,
     buffer: wgpu::Buffer,
+    /// Of a buffer that the crate made.
+    allocation: Option<Allocation>,
     /// Byte of the buffer at which element 0 lies.
     offset: u64,
     dtype: DType,
@@ -171,10 +177,11 @@ impl Tensor {
             )));
         }
         let bytes = bytemuck::cast_slice(values);
-        let buffer = gpu.buffer_with("multihead tensor", 0, own_usages(), bytes)?;
+        let own = gpu.buffer_with("multihead tensor", 0, own_usages(), bytes)?;
         Ok(Self {
             gpu: gpu.clone(),
-            buffer,
+            buffer: own.buffer,
+            allocation: Some(own.allocation),
             offset: 0,
             dtype: T::DTYPE,
             layout,
@@ -189,10 +196,11 @@ impl Tensor {
     pub fn zeros(gpu: &Gpu, dtype: DType, shape: &[usize]) -> Result<Self> {
         let layout = Layout::contiguous(shape)?;
         let bytes = layout.len().saturating_mul(dtype.size() as u64);
-        let buffer = gpu.buffer("multihead tensor", bytes, own_usages())?;
+        let own = gpu.buffer("multihead tensor", bytes, own_usages())?;
         Ok(Self {
             gpu: gpu.clone(),
-            buffer,
+            buffer: own.buffer,
+            allocation: Some(own.allocation),
             offset: 0,
             dtype,
             layout,
@@ -266,6 +274,7 @@ impl Tensor {
         let tensor = Self {
             gpu: gpu.clone(),
             buffer: buffer.clone(),
+            allocation: None,
             offset,
             dtype,
             layout,
@@ -331,10 +340,24 @@ impl Tensor {
         Ok(Self {
             gpu: gpu.clone(),
             buffer,
+            allocation: None,
             offset,
             dtype,
             layout: Layout::contiguous(shape)?,
         })
+    }
+
+    /// Stands for a tensor of this shape in a call that is planned and not run.
+    pub(crate) fn planned(gpu: &Gpu, dtype: DType, shape: &[usize]) -> Result<Self> {
+        Self::of_scratch(gpu, gpu.absent().clone(), 0, dtype, shape)
+    }
+
+    /// Bytes of the buffer that a tensor of this type and shape gets.
+    pub(crate) fn bytes(gpu: &Gpu, dtype: DType, shape: &[usize]) -> Result<u64> {
+        gpu.check_size(
+            "multihead tensor",
+            product(shape).saturating_mul(dtype.size() as u64),
+        )
     }
 
     /// The device that it lives on.
@@ -581,13 +604,15 @@ impl Tensor {
         let staging = self.gpu.buffer("multihead download", bytes, usage)?;
         let (sender, receiver) = oneshot_channel();
         let mut encoder = self.gpu.encoder();
-        encoder.copy_buffer_to_buffer(&self.buffer, start, &staging, 0, bytes);
+        encoder.copy_buffer_to_buffer(&self.buffer, start, &staging.buffer, 0, bytes);
         self.gpu.submit(encoder)?;
         self.gpu.guarded("mapping a download", bytes, || {
-            staging.map_async(wgpu::MapMode::Read, ..bytes, move |result| {
-                // The receiver is gone if the caller dropped the future; then nobody wants the result.
-                let _ = sender.send(result);
-            });
+            staging
+                .buffer
+                .map_async(wgpu::MapMode::Read, ..bytes, move |result| {
+                    // The receiver is gone if the caller dropped the future; then nobody wants the result.
+                    let _ = sender.send(result);
+                });
         })?;
         Ok(Some(Pending {
             staging,
@@ -614,6 +639,7 @@ impl Tensor {
             None => return Err(self.gpu.refused(during, "the mapping was dropped".to_owned())),
         }
         let view = staging
+            .buffer
             .get_mapped_range(..bytes)
             .map_err(|error| self.gpu.refused(during, error.to_string()))?;
         let size = self.dtype.size();
@@ -638,9 +664,9 @@ impl Tensor {
         )
     }
 
-    /// Bytes from the first element to the last.
-    pub(crate) fn extent_bytes(&self) -> u64 {
-        self.layout.extent().saturating_mul(self.dtype.size() as u64)
+    /// Elements from the first to the last one in memory, both included.
+    pub(crate) fn extent(&self) -> u64 {
+        self.layout.extent()
     }
 
     /// Whether two elements share memory.
@@ -650,7 +676,7 @@ impl Tensor {
 }
 
 struct Pending {
-    staging: wgpu::Buffer,
+    staging: OwnBuffer,
     bytes: u64,
     skip: usize,
     receiver: futures_intrusive::channel::shared::OneshotReceiver<Result<(), wgpu::BufferAsyncError>>,

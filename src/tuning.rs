@@ -255,15 +255,29 @@ impl FlashTile {
         all
     }
 
-    /// Loop rounds of one invocation over so many keys, inner loops counted in.
-    pub(crate) fn iterations(self, keys: u64, head_dim: u64) -> u64 {
-        match self {
+    /// Keys that one dispatch may go through on a device whose driver ends long loops, a multiple of 512; `None` where
+    /// it does not. Loop rounds of one invocation count, those of inner loops and of the search for values that are
+    /// not finite among them.
+    pub(crate) fn most_keys(self, gpu: &Gpu, head_dim: usize) -> Option<usize> {
+        if !ends_loops(gpu) {
+            return None;
+        }
+        let head_dim = head_dim as u64;
+        // Rounds once, and for every 512 keys: those are folded into the totals.
+        let (once, each) = match self {
             Self::Subgroup {
-                keys: block, lanes, ..
+                keys: block,
+                lanes,
+                value_dim,
+                ..
             } => {
+                let (block, value_dim) = (u64::from(block), u64::from(value_dim));
                 let dims = head_dim.div_ceil(u64::from(lanes));
-                keys.div_ceil(u64::from(block))
-                    .saturating_mul(1 + dims + 2 * u64::from(block))
+                let look = value_dim * (512 / LOOK_KEYS);
+                (
+                    dims + 4 * value_dim,
+                    512 / block * (1 + dims + 2 * block) + value_dim + look,
+                )
             }
             Self::Workgroup {
                 thread_cols,
@@ -279,8 +293,24 @@ impl FlashTile {
                 let rounds = head_dim.div_ceil(depth) * (1 + depth / 4 + copies)
                     + (block / depth) * (1 + depth / 4 + copies)
                     + u64::from(rows) * (u64::from(cols) + u64::from(thread_cols));
-                keys.div_ceil(block).saturating_mul(1 + rounds)
+                let columns = u64::from(thread_cols * value_cols);
+                (
+                    4 * columns,
+                    512 / block * (1 + rounds) + columns * (512 / LOOK_KEYS),
+                )
             }
+        };
+        let folds = SOFTWARE_ITERATIONS.saturating_sub(once) / each;
+        Some(folds.max(1) as usize * 512)
+    }
+
+    /// Keys of a block.
+    pub(crate) fn keys(self) -> u32 {
+        match self {
+            Self::Subgroup { keys, .. } => keys,
+            Self::Workgroup {
+                thread_cols, cols, ..
+            } => thread_cols * cols,
         }
     }
 
@@ -345,15 +375,23 @@ impl FlashTile {
 /// loops counted in.
 pub(crate) const SOFTWARE_ITERATIONS: u64 = 60_000;
 
-/// Keys up to which the composed path is right on a software adapter whose loops end early; `None` where they do not.
-/// Mesa 22.3 ends them, 25.0 does not.
-pub(crate) fn composed_keys(gpu: &Gpu) -> Option<usize> {
+/// `LOOK_KEYS` in `shaders/flash.wgsl`.
+const LOOK_KEYS: u64 = 16;
+
+/// Whether the driver ends an invocation's loops after [`SOFTWARE_ITERATIONS`] rounds and some: Mesa 22.3 does, 25.0
+/// does not.
+pub(crate) fn ends_loops(gpu: &Gpu) -> bool {
     let info = gpu.info();
     let mesa = info
         .driver_info
         .strip_prefix("Mesa ")
         .and_then(|rest| rest.split('.').next()?.parse::<u32>().ok());
-    if info.device_type != wgpu::DeviceType::Cpu || mesa.is_some_and(|major| major >= 25) {
+    info.device_type == wgpu::DeviceType::Cpu && mesa.is_none_or(|major| major < 25)
+}
+
+/// Keys up to which the composed path is right on a driver that ends long loops; `None` on others.
+pub(crate) fn composed_keys(gpu: &Gpu) -> Option<usize> {
+    if !ends_loops(gpu) {
         return None;
     }
     match Tile::of(gpu, Product::WeightedSum) {
@@ -384,3 +422,14 @@ pub(crate) const SOFTMAX_THREADS: [(u32, u32); 3] = [(8, 8), (32, 2), (128, 1)];
 /// Bytes of scores that the composed path computes at a time when nobody asks for the weights. Small enough to
 /// stay in a large cache, large enough to fill the device.
 pub(crate) const SCORES_CHUNK: u64 = 16 << 20;
+
+/// Bytes of outputs of ranges of keys that wait for their merge.
+pub(crate) const RANGES_CHUNK: u64 = 64 << 20;
+
+/// Multiply-adds of a dispatch: a tenth of a second or less on a slow device of each kind.
+pub(crate) fn dispatch_work(kind: wgpu::DeviceType) -> u64 {
+    match kind {
+        wgpu::DeviceType::DiscreteGpu | wgpu::DeviceType::VirtualGpu => 1 << 36,
+        _ => 1 << 33,
+    }
+}

@@ -28,6 +28,10 @@ const QUERY_DIMS: u32 = max(DIM, LANES);
 
 var<private> queries: array<vec4<f32>, QUERY_DIMS>;
 var<private> outputs: array<vec4<f32>, VALUE_DIM>;
+// The blocks of FOLD_KEYS keys that are done: their outputs and sum, relative to their maximum.
+var<private> totals: array<vec4<f32>, VALUE_DIM>;
+var<private> total_sum: vec4<f32>;
+var<private> total_top: vec4<f32>;
 // Dot products, then weights of the block, and a copy in memory for the loops of the softmax.
 var<private> weights: array<vec4<f32>, KEYS>;
 var<private> scores: array<vec4<f32>, KEYS>;
@@ -173,7 +177,6 @@ fn add_many_values(at: u32) {
     }
 }
 
-
 fn add_all_values() {
     add_many_values(0u);
     if VALUE_DIM > 32u {
@@ -184,6 +187,18 @@ fn add_all_values() {
     }
     if VALUE_DIM > 96u {
         add_many_values(96u);
+    }
+}
+
+// Adds the block of FOLD_KEYS keys to those before.
+fn fold() {
+    let old = exponentials(total_top - top);
+    total_top = top;
+    total_sum = fma(total_sum, old, sum);
+    sum = vec4<f32>(0.0);
+    for (var at = 0u; at < VALUE_DIM; at++) {
+        totals[at] = fma(totals[at], old, outputs[at]);
+        outputs[at] = vec4<f32>(0.0);
     }
 }
 
@@ -252,6 +267,9 @@ fn main(
         return;
     }
     let found = find_tile(index);
+    if found.row0 >= found.end_row {
+        return;
+    }
     tile = found;
     let row = tile.row0 + 4u * thread;
     let last_row = tile.end_row - 1u;
@@ -259,7 +277,7 @@ fn main(
         * vec4<u32>(min(row, last_row), min(row + 1u, last_row), min(row + 2u, last_row), min(row + 3u, last_row));
     step = lane % LANES;
     last_dim = max(params.head_dim, 1u) - 1u;
-    last_value_dim = params.value_dim - 1u;
+    last_value_dim = max(params.value_dim, 1u) - 1u;
     query_dim = params.query_dim;
     key_row = params.key_row;
     key_dim = params.key_dim;
@@ -267,7 +285,9 @@ fn main(
     not_finite = false;
     let start = first_key_of_all(tile.head.head);
     top = vec4<f32>(start.top);
-    sum = vec4<f32>(start.sum);
+    total_top = top;
+    total_sum = vec4<f32>(start.sum);
+    sum = vec4<f32>(0.0);
     if DIM > 0u {
         for (var dim = 0u; dim < params.head_dim; dim += LANES) {
             load_queries(dim, dim);
@@ -277,6 +297,7 @@ fn main(
     var j = found.first;
     var stop = found.last;
     var tail = found.tail;
+    var unfolded = 0u;
     loop {
         if j >= stop {
             j = tail;
@@ -303,17 +324,20 @@ fn main(
         weigh_block(row, j, stop);
         add_all_values();
         j += KEYS;
+        unfolded += KEYS;
+        if unfolded >= FOLD_KEYS {
+            fold();
+            unfolded = 0u;
+        }
     }
 
+    fold();
     for (var at = 0u; at < VALUE_DIM; at++) {
-        store_four(tile, row, tile.col0 + at, divided(outputs[at], sum));
+        store_four(tile, row, tile.col0 + at, divided(totals[at], total_sum));
     }
-    store_lse(tile, row, top, sum);
+    store_lse(tile, row, top, total_sum);
     // Each lane has met other keys' values.
-    let rows = select(0u, 4u, subgroupAny(not_finite));
-    for (var r = 0u; r < rows; r++) {
-        if row + r < tile.end_row {
-            write_not_finite(tile, row + r);
-        }
+    if subgroupAny(not_finite) {
+        write_not_finite(tile, row, 4u);
     }
 }

@@ -37,6 +37,10 @@ var<private> dots: array<vec4<f32>, COLS * ROW_GROUPS>;
 var<private> outputs: array<vec4<f32>, VALUE_COLS * ROW_GROUPS>;
 var<private> top: array<vec4<f32>, ROW_GROUPS>;
 var<private> sum: array<vec4<f32>, ROW_GROUPS>;
+// The blocks of FOLD_KEYS keys that are done: their outputs and sum, relative to their maximum.
+var<private> totals: array<vec4<f32>, VALUE_COLS * ROW_GROUPS>;
+var<private> total_sum: array<vec4<f32>, ROW_GROUPS>;
+var<private> total_top: array<vec4<f32>, ROW_GROUPS>;
 var<private> not_finite: bool;
 var<private> tile: Tile;
 var<private> grid_row: u32;
@@ -68,7 +72,7 @@ fn copy_keys(dim0: u32, j: u32, last_key: u32, thread: u32) {
 
 fn copy_values(j: u32, last_key: u32, thread: u32) {
     for (var i = thread; i < DEPTH * TILE_DIMS; i += WORKGROUP) {
-        let dim = min(tile.col0 + i % TILE_DIMS, params.value_dim - 1u);
+        let dim = min(tile.col0 + i % TILE_DIMS, max(params.value_dim, 1u) - 1u);
         let x = load_value(tile.value_base + min(j + i / TILE_DIMS, last_key) * params.value_row + dim * params.value_dim_stride);
         let finite = is_finite(x);
         not_finite = not_finite | !finite;
@@ -163,6 +167,37 @@ fn scale_outputs(g: u32, factor: vec4<f32>) {
     scale_column(7u, g, factor);
 }
 
+fn fold_column(c: u32, g: u32, old: vec4<f32>) {
+    if VALUE_COLS > c {
+        let i = c * ROW_GROUPS + g;
+        totals[i] = fma(totals[i], old, outputs[i]);
+        outputs[i] = vec4<f32>(0.0);
+    }
+}
+
+// Adds the block of FOLD_KEYS keys to those before.
+fn fold_rows(g: u32) {
+    let old = exponentials(total_top[g] - top[g]);
+    total_top[g] = top[g];
+    total_sum[g] = fma(total_sum[g], old, sum[g]);
+    sum[g] = vec4<f32>(0.0);
+    fold_column(0u, g, old);
+    fold_column(1u, g, old);
+    fold_column(2u, g, old);
+    fold_column(3u, g, old);
+    fold_column(4u, g, old);
+    fold_column(5u, g, old);
+    fold_column(6u, g, old);
+    fold_column(7u, g, old);
+}
+
+fn fold() {
+    fold_rows(0u);
+    if ROW_GROUPS > 1u {
+        fold_rows(1u);
+    }
+}
+
 // A thread's own cells of tile_weights.
 fn place(c: u32, g: u32) -> u32 {
     return (c * THREAD_COLS + grid_col) * STRIDE_A + grid_row * ROW_GROUPS + g;
@@ -213,7 +248,7 @@ fn weigh_rows(g: u32) {
     scale_outputs(g, factor);
 }
 
-fn total_sum(g: u32) -> vec4<f32> {
+fn sum_of_all(g: u32) -> vec4<f32> {
     var total = vec4<f32>(0.0);
     for (var col = 0u; col < THREAD_COLS; col++) {
         total += tile_a[part(col, g)];
@@ -224,12 +259,12 @@ fn total_sum(g: u32) -> vec4<f32> {
 fn store_column(c: u32, g: u32, total: vec4<f32>) {
     if VALUE_COLS > c {
         store_four(tile, tile.row0 + grid_row * ROWS + 4u * g, tile.col0 + c * THREAD_COLS + grid_col,
-            divided(outputs[c * ROW_GROUPS + g], total));
+            divided(totals[c * ROW_GROUPS + g], total));
     }
 }
 
 fn store_rows(g: u32) {
-    let total = total_sum(g);
+    let total = sum_of_all(g);
     store_column(0u, g, total);
     store_column(1u, g, total);
     store_column(2u, g, total);
@@ -246,7 +281,9 @@ fn store_rows(g: u32) {
 fn start_rows(g: u32) {
     let sink = first_key_of_all(tile.head.head);
     top[g] = vec4<f32>(sink.top);
-    sum[g] = vec4<f32>(select(0.0, sink.sum, grid_col == 0u));
+    total_top[g] = top[g];
+    total_sum[g] = vec4<f32>(select(0.0, sink.sum, grid_col == 0u));
+    sum[g] = vec4<f32>(0.0);
 }
 
 @compute @workgroup_size(WORKGROUP)
@@ -256,6 +293,9 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
         return;
     }
     let found = find_tile(index);
+    if found.row0 >= found.end_row {
+        return;
+    }
     tile = found;
     grid_row = thread / THREAD_COLS;
     grid_col = thread % THREAD_COLS;
@@ -271,6 +311,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
     var j = found.first;
     var stop = found.last;
     var tail = found.tail;
+    var unfolded = 0u;
     loop {
         if j >= stop {
             j = tail;
@@ -320,12 +361,18 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
             }
         }
         j += TILE_KEYS;
+        unfolded += TILE_KEYS;
+        if unfolded >= FOLD_KEYS {
+            fold();
+            unfolded = 0u;
+        }
     }
 
+    fold();
     workgroupBarrier();
-    tile_a[part(grid_col, 0u)] = sum[0u];
+    tile_a[part(grid_col, 0u)] = total_sum[0u];
     if ROW_GROUPS > 1u {
-        tile_a[part(grid_col, 1u)] = sum[ROW_GROUPS - 1u];
+        tile_a[part(grid_col, 1u)] = total_sum[ROW_GROUPS - 1u];
     }
     if not_finite {
         atomicStore(&met_not_finite, 1u);
@@ -339,6 +386,6 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
     storageBarrier();
     let rows = select(0u, min(TILE_ROWS, tile.end_row - tile.row0), atomicLoad(&met_not_finite) != 0u);
     for (var row = thread; row < rows; row += WORKGROUP) {
-        write_not_finite(tile, tile.row0 + row);
+        write_not_finite(tile, tile.row0 + row, 1u);
     }
 }

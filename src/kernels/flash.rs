@@ -1,6 +1,13 @@
 //! `shaders/flash.wgsl`: attention in one pass over the keys; no score reaches memory.
 
-use super::{EXPONENTIAL, RULE, scores::Operand, scores::Rule, tiles};
+use std::ops::Range;
+
+use super::{
+    Chunk, EXPONENTIAL, RULE,
+    flash_merge::Lse,
+    scores::{Operand, Rule},
+    tiles,
+};
 use crate::{
     AttentionShape, Result,
     kernel::{Batch, Binding, Storage, Variant, params},
@@ -47,11 +54,15 @@ params! {
         output_dim: u32,
         has_lse: u32,
         lse_start: u32,
+        lse_batch: u32,
+        lse_head: u32,
+        partial_range: u32,
         has_sinks: u32,
         slopes_start: u32,
         sinks_start: u32,
         sinks_stride: u32,
-        padding: u32,
+        is_packed: u32,
+        key_seams: u32,
     }
     rule: Rule
 }
@@ -82,40 +93,40 @@ pub(crate) fn variant(tile: FlashTile, plain: bool, [query, key, value, output]:
     }
 }
 
-/// What the kernel reads and writes, bound.
-pub(crate) struct Call<'a> {
-    pub(crate) query: &'a Operand,
-    pub(crate) key: &'a Operand,
-    pub(crate) value: &'a Operand,
-    pub(crate) output: &'a Operand,
-    pub(crate) mask: &'a Binding,
-    pub(crate) key_mask: &'a Binding,
-    /// Lengths, slopes and sinks.
+/// One dispatch: what the kernel reads and writes, bound.
+pub(crate) struct Call {
+    pub(crate) chunk: Chunk,
+    pub(crate) keys: Range<usize>,
+    /// Whether other keys follow in other dispatches: outputs stay undivided, and `lse` takes maximum and sum.
+    pub(crate) partial: bool,
+    pub(crate) query: Operand,
+    pub(crate) key: Operand,
+    pub(crate) value: Operand,
+    pub(crate) output: Operand,
+    pub(crate) mask: Binding,
+    pub(crate) key_mask: Binding,
+    /// Lengths or seams, slopes and sinks.
     pub(crate) words: Binding,
     pub(crate) slopes_start: u32,
     /// First word and stride of the sinks.
     pub(crate) sinks: Option<(u32, u32)>,
-    pub(crate) lse: &'a Option<(Binding, u32)>,
+    /// Of a packed call, the word at which the seams of its keys start; those of its queries come first of all.
+    pub(crate) key_seams: Option<u32>,
+    pub(crate) lse: Option<Lse>,
     /// With the lengths' place in `words`.
     pub(crate) rule: Rule,
 }
 
-impl Rule {
-    /// Whether nothing but the scale and lengths applies to a score.
-    pub(crate) fn is_plain(&self) -> bool {
-        use crate::mask::UNBOUNDED;
-        let positions = self.left >= UNBOUNDED && self.right >= UNBOUNDED && self.has_slopes == 0;
-        positions && self.softcap == 0.0 && self.mask_kind == 0 && self.key_mask_kind == 0
-    }
-}
-
-impl Call<'_> {
-    /// Adds the dispatch of the whole call.
+impl Call {
+    /// Adds the dispatch.
     pub(crate) fn push(self, batch: &mut Batch, tile: FlashTile, shape: &AttentionShape) -> Result<()> {
-        let row_tiles = tiles(shape.queries, tile.rows());
-        let col_tiles = tiles(shape.value_dim, tile.value_cols());
-        let heads = shape.batch as u64 * shape.heads as u64;
-        let groups = row_tiles.saturating_mul(col_tiles).saturating_mul(heads);
+        let chunk = self.chunk;
+        let row_tiles = tiles(chunk.rows, tile.rows());
+        // Without a column there is still a log-sum-exp.
+        let col_tiles = tiles(shape.value_dim, tile.value_cols()).max(1);
+        let groups = row_tiles
+            .saturating_mul(col_tiles)
+            .saturating_mul(chunk.head_count as u64);
         let storages = [
             self.query.storage,
             self.key.storage,
@@ -126,7 +137,13 @@ impl Call<'_> {
         let [key_batch, key_head, key_row, key_dim] = self.key.strides;
         let [value_batch, value_head, value_row, value_dim_stride] = self.value.strides;
         let [output_batch, output_head, output_row, output_dim] = self.output.strides;
-        let gpu = batch.gpu();
+        let has_lse = self.lse.is_some();
+        let lse = self.lse.unwrap_or_else(|| Lse {
+            binding: Binding::absent_output(batch.gpu()),
+            start: 0,
+            batch: 0,
+            head: 0,
+        });
         batch.push(
             &variant(tile, self.rule.is_plain(), storages),
             |grid| FlashParams {
@@ -134,11 +151,11 @@ impl Call<'_> {
                 grid_width: grid.width,
                 row_tiles: row_tiles as u32,
                 col_tiles: col_tiles as u32,
-                first_head: 0,
-                first_row: 0,
-                rows: shape.queries as u32,
-                first_key: 0,
-                end_key: shape.keys as u32,
+                first_head: chunk.first_head as u32,
+                first_row: chunk.first_row as u32,
+                rows: chunk.rows as u32,
+                first_key: self.keys.start as u32,
+                end_key: self.keys.end as u32,
                 heads: shape.heads as u32,
                 group_size: shape.group() as u32,
                 head_dim: shape.head_dim as u32,
@@ -163,26 +180,28 @@ impl Call<'_> {
                 output_head,
                 output_row,
                 output_dim,
-                has_lse: u32::from(self.lse.is_some()),
-                lse_start: self.lse.as_ref().map_or(0, |(_, start)| *start),
+                has_lse: u32::from(has_lse),
+                lse_start: lse.start,
+                lse_batch: lse.batch,
+                lse_head: lse.head,
+                partial_range: u32::from(self.partial),
                 has_sinks: u32::from(self.sinks.is_some()),
                 slopes_start: self.slopes_start,
                 sinks_start: self.sinks.map_or(0, |(start, _)| start),
                 sinks_stride: self.sinks.map_or(0, |(_, stride)| stride),
-                padding: 0,
+                is_packed: u32::from(self.key_seams.is_some()),
+                key_seams: self.key_seams.unwrap_or(0),
                 rule: self.rule,
             },
             vec![
-                self.query.binding.clone(),
-                self.key.binding.clone(),
-                self.value.binding.clone(),
-                self.mask.clone(),
-                self.key_mask.clone(),
+                self.query.binding,
+                self.key.binding,
+                self.value.binding,
+                self.mask,
+                self.key_mask,
                 self.words,
-                self.output.binding.clone(),
-                self.lse
-                    .as_ref()
-                    .map_or_else(|| Binding::absent_output(gpu), |(binding, _)| binding.clone()),
+                self.output.binding,
+                lse.binding,
             ],
             groups,
         )

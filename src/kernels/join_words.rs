@@ -54,7 +54,7 @@ pub(crate) fn push(batch: &mut Batch, vectors: [Option<&Vector>; 3]) -> Result<(
     }
     let lens = vectors.map(|vector| vector.map_or(0, |vector| vector.len));
     let words: u64 = lens.iter().map(|&len| u64::from(len)).sum();
-    let scratch = gpu.scratch(Scratch::Words, words * 4)?;
+    let scratch = batch.scratch(Scratch::Words, words * 4)?;
     let output = Binding::prefix(gpu, "lengths, slopes and sinks", &scratch, words * 4)?;
     let binding = |i: usize| vectors[i].map_or_else(|| Binding::absent(gpu), |vector| vector.binding.clone());
     let place = |i: usize| vectors[i].map_or((0, 0), |vector| (vector.start, vector.stride));

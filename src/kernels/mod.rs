@@ -2,6 +2,7 @@
 
 pub(crate) mod copy;
 pub(crate) mod flash;
+pub(crate) mod flash_merge;
 pub(crate) mod join_words;
 pub(crate) mod linear;
 pub(crate) mod mean_heads;
@@ -89,6 +90,6 @@ impl Vector {
 }
 
 /// Tiles that cover `size`.
-fn tiles(size: usize, tile: u32) -> u64 {
+pub(crate) fn tiles(size: usize, tile: u32) -> u64 {
     (size as u64).div_ceil(u64::from(tile))
 }

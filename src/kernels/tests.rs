@@ -10,7 +10,7 @@ use naga::{
     valid::{Capabilities, ModuleInfo, ValidationFlags, Validator},
 };
 
-use super::{copy, flash, join_words, linear, mean_heads, scores, softmax, weighted_sum};
+use super::{copy, flash, flash_merge, join_words, linear, mean_heads, scores, softmax, weighted_sum};
 use crate::{
     kernel::{Params, Storage, Variant},
     tuning::{FlashTile, SOFTMAX_THREADS, Tile},
@@ -63,6 +63,11 @@ fn all() -> Vec<Shipped> {
                 tile, plain, storages,
             )));
         }
+    }
+    for output in [Storage::F32, Storage::F16, Storage::Packed] {
+        all.push(shipped::<flash_merge::FlashMergeParams>(flash_merge::variant(
+            output,
+        )));
     }
     for threads in SOFTMAX_THREADS {
         all.push(shipped::<softmax::SoftmaxParams>(softmax::variant(threads)));

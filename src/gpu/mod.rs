@@ -9,6 +9,15 @@ use std::{
     time::Duration,
 };
 
+mod adapter;
+mod errors;
+mod memory;
+
+use adapter::{check_limits, choose_adapter};
+use errors::{check_alive, guarded};
+use memory::Held;
+pub(crate) use memory::{Allocation, OwnBuffer, Scratch};
+
 use crate::{
     Error, Result,
     kernel::{Kernel, Variant},
@@ -41,7 +50,10 @@ struct Inner {
     features: wgpu::Features,
     limits: wgpu::Limits,
     kernels: Mutex<HashMap<Variant, Arc<Building>>>,
-    scratch: Mutex<HashMap<Scratch, wgpu::Buffer>>,
+    scratch: Mutex<HashMap<Scratch, OwnBuffer>>,
+    held: Arc<Held>,
+    /// Multiply-adds of one dispatch, at most; 0 stands for the default.
+    dispatch_work: AtomicU64,
     /// Bound where an optional input is absent: WebGPU has no empty binding.
     absent: wgpu::Buffer,
     /// The same for outputs; one buffer cannot be read and written in one dispatch.
@@ -57,26 +69,6 @@ type Building = OnceLock<Result<Arc<Kernel>>>;
 struct Counters {
     dispatches: AtomicU64,
     pipelines: AtomicU64,
-}
-
-/// What scratch memory is used for. One call uses each slot for one purpose at a time, and commands on
-/// one queue run in order, so calls can share it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) enum Scratch {
-    /// Scores, then weights, of a chunk of rows.
-    Scores,
-    /// Past and new keys joined.
-    Keys,
-    /// Past and new values joined.
-    Values,
-    /// Projected queries, keys and values of a layer.
-    Projected,
-    /// Lengths, slopes and sinks joined.
-    Words,
-    /// Attention output of a layer before its output projection.
-    Context,
-    /// Weights per head of a layer that returns their average.
-    Weights,
 }
 
 impl std::fmt::Debug for Gpu {
@@ -207,6 +199,8 @@ impl Gpu {
                 limits: device.limits(),
                 kernels: Mutex::default(),
                 scratch: Mutex::default(),
+                held: Arc::default(),
+                dispatch_work: AtomicU64::new(0),
                 absent,
                 absent_output,
                 lost,
@@ -308,7 +302,54 @@ impl Gpu {
 
     /// Bytes of scratch memory that are held now.
     pub fn scratch_bytes(&self) -> u64 {
-        lock(&self.inner.scratch).values().map(wgpu::Buffer::size).sum()
+        lock(&self.inner.scratch)
+            .values()
+            .map(|scratch| scratch.buffer.size())
+            .sum()
+    }
+
+    /// Bytes of all buffers that the crate made on this device and still holds: tensors that are not views of the
+    /// caller's buffers, and scratch. wgpu itself may hold a dropped buffer until the work that uses it has run.
+    pub fn held_bytes(&self) -> u64 {
+        self.inner.held.now()
+    }
+
+    /// The most that [`Gpu::held_bytes`] has been since the device was joined or [`Gpu::reset_peak_bytes`].
+    pub fn peak_bytes(&self) -> u64 {
+        self.inner.held.peak()
+    }
+
+    /// Starts counting [`Gpu::peak_bytes`] anew, from what is held now.
+    pub fn reset_peak_bytes(&self) {
+        self.inner.held.reset_peak();
+    }
+
+    /// Multiply-adds of one dispatch, about and at most. Longer calls are cut into several dispatches, so that an
+    /// operating system's watchdog, which resets a GPU whose work does not end within a second or two, stays quiet and
+    /// other programs get their turn. One tile of rows is never cut.
+    pub fn dispatch_work(&self) -> u64 {
+        match self.inner.dispatch_work.load(Ordering::Relaxed) {
+            0 => crate::tuning::dispatch_work(self.info().device_type),
+            work => work,
+        }
+    }
+
+    /// Sets [`Gpu::dispatch_work`] for this device; 0 goes back to the default for its kind.
+    pub fn set_dispatch_work(&self, multiply_adds: u64) {
+        self.inner.dispatch_work.store(multiply_adds, Ordering::Relaxed);
+    }
+
+    /// Overwrites all scratch memory with the bytes `0xff`, NaN in any float type, for tests that nothing reads what
+    /// it did not write.
+    #[doc(hidden)]
+    pub fn poison_scratch(&self) -> Result<()> {
+        for scratch in lock(&self.inner.scratch).values() {
+            let junk = vec![0xff; scratch.buffer.size() as usize];
+            self.guarded("poisoning scratch", 0, || {
+                self.inner.queue.write_buffer(&scratch.buffer, 0, &junk);
+            })?;
+        }
+        Ok(())
     }
 
     /// Kernel dispatches recorded on this device so far.
@@ -361,21 +402,23 @@ impl Gpu {
     /// one keep it alive.
     pub(crate) fn scratch(&self, slot: Scratch, bytes: u64) -> Result<wgpu::Buffer> {
         let mut scratch = lock(&self.inner.scratch);
-        if let Some(buffer) = scratch.get(&slot).filter(|buffer| buffer.size() >= bytes) {
-            return Ok(buffer.clone());
+        if let Some(found) = scratch.get(&slot).filter(|found| found.buffer.size() >= bytes) {
+            return Ok(found.buffer.clone());
         }
         scratch.remove(&slot);
-        let buffer = self.buffer(
+        let made = self.buffer(
             &format!("multihead scratch {slot:?}"),
             bytes,
-            wgpu::BufferUsages::STORAGE,
+            // The second for `poison_scratch` alone.
+            wgpu::BufferUsages::STORAGE | wgpu::BufferUsages::COPY_DST,
         )?;
-        scratch.insert(slot, buffer.clone());
+        let buffer = made.buffer.clone();
+        scratch.insert(slot, made);
         Ok(buffer)
     }
 
     /// A new buffer of `bytes`, rounded up to whole 16-byte units so that any binding of it is legal.
-    pub(crate) fn buffer(&self, label: &str, bytes: u64, usage: wgpu::BufferUsages) -> Result<wgpu::Buffer> {
+    pub(crate) fn buffer(&self, label: &str, bytes: u64, usage: wgpu::BufferUsages) -> Result<OwnBuffer> {
         let size = self.check_size(label, bytes)?;
         let during = format!("creating {label}");
         let buffer = self.guarded(&during, size, || {
@@ -387,7 +430,12 @@ impl Gpu {
             })
         })?;
         self.check_alive(&during)?;
-        Ok(buffer)
+        Ok(self.own(buffer))
+    }
+
+    fn own(&self, buffer: wgpu::Buffer) -> OwnBuffer {
+        let allocation = self.inner.held.add(buffer.size());
+        OwnBuffer { buffer, allocation }
     }
 
     /// A new buffer that starts with what `fill` writes into its bytes; they are zero before.
@@ -397,7 +445,7 @@ impl Gpu {
         bytes: u64,
         usage: wgpu::BufferUsages,
         contents: &[u8],
-    ) -> Result<wgpu::Buffer> {
+    ) -> Result<OwnBuffer> {
         let size = self.check_size(label, bytes.max(contents.len() as u64))?;
         let during = format!("creating {label}");
         let (buffer, written) = self.guarded(&during, size, || {
@@ -420,10 +468,11 @@ impl Gpu {
             (buffer, written)
         })?;
         written.map_err(|message| self.refused(&during, message))?;
-        Ok(buffer)
+        Ok(self.own(buffer))
     }
 
-    fn check_size(&self, label: &str, bytes: u64) -> Result<u64> {
+    /// The bytes that a buffer for `bytes` takes, if the device allows them.
+    pub(crate) fn check_size(&self, label: &str, bytes: u64) -> Result<u64> {
         let size = bytes.max(1).checked_next_multiple_of(16).unwrap_or(u64::MAX);
         if size > self.inner.limits.max_buffer_size {
             return Err(Error::Limit {
@@ -459,151 +508,4 @@ impl Gpu {
     pub(crate) fn check_alive(&self, during: &str) -> Result<()> {
         check_alive(&self.inner.device, &self.inner.lost, during)
     }
-}
-
-/// Whether the device can still be used. A loss that was seen once is remembered.
-fn check_alive(device: &wgpu::Device, lost: &Mutex<Option<String>>, during: &str) -> Result<()> {
-    let known = lock(lost).clone();
-    let reason = match known {
-        Some(reason) => reason,
-        None if alive(device) => return Ok(()),
-        // Not under the lock: a lost-device callback may want it while wgpu creates the probe.
-        None => lock(lost)
-            .get_or_insert_with(|| format!("noticed while {during}"))
-            .clone(),
-    };
-    Err(Error::DeviceLost(reason))
-}
-
-/// A lost device makes buffers that cannot be mapped, and reports no error at all, whatever is asked of it: wgpu
-/// tells of the loss through a callback that belongs to the caller.
-fn alive(device: &wgpu::Device) -> bool {
-    let validation = device.push_error_scope(wgpu::ErrorFilter::Validation);
-    let internal = device.push_error_scope(wgpu::ErrorFilter::Internal);
-    let memory = device.push_error_scope(wgpu::ErrorFilter::OutOfMemory);
-    let probe = device.create_buffer(&wgpu::BufferDescriptor {
-        label: Some("multihead probe"),
-        size: 16,
-        usage: wgpu::BufferUsages::COPY_SRC,
-        mapped_at_creation: true,
-    });
-    let mapped = probe.get_mapped_range_mut(..).is_ok();
-    // Who reports an error is alive, if short of memory.
-    let memory = pollster::block_on(memory.pop()).is_some();
-    let internal = pollster::block_on(internal.pop()).is_some();
-    drop(validation);
-    mapped || memory || internal
-}
-
-fn guarded<T>(
-    device: &wgpu::Device,
-    lost: &Mutex<Option<String>>,
-    during: &str,
-    bytes: u64,
-    work: impl FnOnce() -> T,
-) -> Result<T> {
-    let validation = device.push_error_scope(wgpu::ErrorFilter::Validation);
-    let internal = device.push_error_scope(wgpu::ErrorFilter::Internal);
-    let memory = device.push_error_scope(wgpu::ErrorFilter::OutOfMemory);
-    let value = work();
-    // On native backends the futures are ready at once.
-    let memory = pollster::block_on(memory.pop());
-    let internal = pollster::block_on(internal.pop());
-    let validation = pollster::block_on(validation.pop());
-    if memory.is_some() {
-        return Err(Error::OutOfMemory {
-            during: during.to_owned(),
-            bytes,
-        });
-    }
-    let Some(error) = internal.or(validation) else {
-        return Ok(value);
-    };
-    check_alive(device, lost, during)?;
-    Err(Error::Wgpu {
-        during: during.to_owned(),
-        message: error.to_string(),
-    })
-}
-
-/// Every kernel stays within what WebGPU guarantees (a test of all variants holds them to it); a device may have been
-/// opened with less.
-fn check_limits(limits: &wgpu::Limits) -> Result<()> {
-    let guaranteed = wgpu::Limits::default();
-    for (limit, needs, allows) in [
-        (
-            "max_storage_buffers_per_shader_stage",
-            guaranteed.max_storage_buffers_per_shader_stage,
-            limits.max_storage_buffers_per_shader_stage,
-        ),
-        (
-            "max_compute_invocations_per_workgroup",
-            guaranteed.max_compute_invocations_per_workgroup,
-            limits.max_compute_invocations_per_workgroup,
-        ),
-        (
-            "max_compute_workgroup_storage_size",
-            guaranteed.max_compute_workgroup_storage_size,
-            limits.max_compute_workgroup_storage_size,
-        ),
-    ] {
-        if allows < needs {
-            return Err(Error::Limit {
-                what: "the kernels".to_owned(),
-                needs: needs.into(),
-                allows: allows.into(),
-                limit,
-                advice: "open the device with wgpu::Limits::default() or the adapter's own limits".to_owned(),
-            });
-        }
-    }
-    Ok(())
-}
-
-/// The adapter that the environment asks for, or the fastest.
-async fn choose_adapter(instance: &wgpu::Instance) -> Result<wgpu::Adapter> {
-    let backends = wgpu::Backends::from_env().unwrap_or(wgpu::Backends::all());
-    let power = wgpu::PowerPreference::from_env().unwrap_or(wgpu::PowerPreference::HighPerformance);
-    let name = std::env::var("WGPU_ADAPTER_NAME")
-        .ok()
-        .filter(|name| !name.is_empty());
-    let found = match &name {
-        Some(name) => {
-            let adapters = instance.enumerate_adapters(backends).await;
-            let wanted = name.to_lowercase();
-            adapters
-                .into_iter()
-                .find(|adapter| adapter.get_info().name.to_lowercase().contains(&wanted))
-        }
-        None => instance
-            .request_adapter(&wgpu::RequestAdapterOptions {
-                power_preference: power,
-                ..Default::default()
-            })
-            .await
-            .ok(),
-    };
-    if let Some(adapter) = found {
-        return Ok(adapter);
-    }
-    let there: Vec<String> = instance
-        .enumerate_adapters(wgpu::Backends::all())
-        .await
-        .iter()
-        .map(|adapter| format!("{} ({})", adapter.get_info().name, adapter.get_info().backend))
-        .collect();
-    let named = name.map_or(String::new(), |name| format!(", WGPU_ADAPTER_NAME={name}"));
-    Err(Error::NoAdapter {
-        tried: format!("backends {backends:?}, power preference {power:?}{named}"),
-        advice: if there.is_empty() {
-            "No adapter is there at all: install a graphics driver (on Linux a Vulkan driver, for instance \
-             the package mesa-vulkan-drivers, which also holds one that runs on the CPU)"
-                .to_owned()
-        } else {
-            format!(
-                "There are: {}. Change or unset WGPU_BACKEND and WGPU_ADAPTER_NAME",
-                there.join(", ")
-            )
-        },
-    })
 }

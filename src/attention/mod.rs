@@ -1,0 +1,373 @@
+//! The operator: attention on tensors that are on the GPU already, recorded into the caller's encoder.
+
+mod choice;
+mod composed;
+mod cut;
+mod fused;
+mod packed;
+mod rule;
+mod window;
+
+pub use choice::{AttentionPath, Choice};
+
+use composed::ComposedCall;
+use fused::FusedCall;
+use window::BroadcastMask;
+
+use crate::{
+    AttentionInputs, AttentionOptions, AttentionOutputs, AttentionShape, DType, Gpu, Result, Tensor,
+    gpu::Scratch,
+    kernel::{Batch, Storage},
+    kernels::{Chunk, copy, flash, scores, softmax, weighted_sum},
+    shape::product,
+    tuning::{FlashTile, Product, Tile},
+};
+
+/// Scaled dot-product attention with everything that hides, moves or caps a score
+/// ([`AttentionOptions`]), for tensors that are on the GPU.
+///
+/// ```text
+/// output = softmax(mask(softcap(scale Q K^T) - alibi + bias)) V
+/// ```
+///
+/// Two paths compute it ([`AttentionPath`]). The fused one makes a single pass over the keys, skips those that the window,
+/// causal order or length hides from a whole tile of queries, and writes no score to memory. The composed one has
+/// kernels of their own for scores, softmax and weighted sum; the scores of a bounded chunk of rows go through memory.
+/// It serves when the weights are wanted and where the fused one does not pay; [`Attention::choice`] says which runs
+/// and why. A query that sees no key gives 0.
+///
+/// Build it once and call it with any shapes. [`Attention::record`] puts the work into the caller's encoder and
+/// neither submits nor waits; [`Attention::run`] allocates the outputs and submits.
+///
+/// ```
+/// # fn main() -> multihead::Result<()> {
+/// use multihead::{Attention, AttentionInputs, AttentionOptions, AttentionOutputs, Causal, DType, Gpu, Tensor};
+///
+/// let gpu = Gpu::new()?;
+/// let attention = Attention::new(&gpu, AttentionOptions::new().causal(Causal::TopLeft))?;
+/// let q = Tensor::zeros(&gpu, DType::F32, &[1, 8, 128, 64])?; // [B, H, L, D]
+/// let output = Tensor::zeros(&gpu, DType::F32, &[1, 128, 8 * 64])?; // heads merged
+///
+/// let mut encoder = gpu.encoder(); // or your own
+/// attention.record(&mut encoder, &AttentionInputs::new(&q, &q, &q), &AttentionOutputs::new(&output))?;
+/// gpu.submit(encoder)?;
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Debug, Clone)]
+pub struct Attention {
+    gpu: Gpu,
+    options: AttentionOptions,
+    slopes: Option<Tensor>,
+    path: AttentionPath,
+}
+
+/// What [`Attention::run`] returns besides the output.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub struct Wanted {
+    /// The log-sum-exp of each row.
+    pub lse: bool,
+    /// The weights of each head.
+    pub weights: bool,
+    /// The mean of the weights over the heads.
+    pub mean_weights: bool,
+    /// Past and new keys and values joined.
+    pub present: bool,
+}
+
+impl Wanted {
+    /// The output alone.
+    pub fn output() -> Self {
+        Self::default()
+    }
+
+    /// The log-sum-exp too.
+    pub fn lse(mut self) -> Self {
+        self.lse = true;
+        self
+    }
+
+    /// The weights of each head too.
+    pub fn weights(mut self) -> Self {
+        self.weights = true;
+        self
+    }
+
+    /// The mean of the weights over the heads too.
+    pub fn mean_weights(mut self) -> Self {
+        self.mean_weights = true;
+        self
+    }
+
+    /// Past and new keys and values joined too.
+    pub fn present(mut self) -> Self {
+        self.present = true;
+        self
+    }
+}
+
+/// What [`Attention::run`] computed; shapes as in [`AttentionOutputs`].
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub struct AttentionResult {
+    /// `[B, H, Lq, Dv]`, head-merged in memory: [`Tensor::merge_heads`] views it as `[B, Lq, H Dv]`.
+    pub output: Tensor,
+    /// `[B, H, Lq]`, if wanted.
+    pub lse: Option<Tensor>,
+    /// `[B, H, Lq, Lk]`, if wanted.
+    pub weights: Option<Tensor>,
+    /// `[B, Lq, Lk]`, if wanted.
+    pub mean_weights: Option<Tensor>,
+    /// `[B, Hkv, Lk, D]`, if wanted.
+    pub present_key: Option<Tensor>,
+    /// `[B, Hkv, Lk, Dv]`, if wanted.
+    pub present_value: Option<Tensor>,
+}
+
+impl Attention {
+    /// An operator with these options.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Option`] for values that are never allowed; what depends on a call's shape is checked there.
+    pub fn new(gpu: &Gpu, options: AttentionOptions) -> Result<Self> {
+        options.validate(options.alibi_slopes.as_ref().map_or(0, Vec::len))?;
+        let slopes = match &options.alibi_slopes {
+            Some(slopes) => Some(Tensor::upload(gpu, slopes, &[slopes.len()])?),
+            None => None,
+        };
+        Ok(Self {
+            gpu: gpu.clone(),
+            options,
+            slopes,
+            path: AttentionPath::Auto,
+        })
+    }
+
+    /// The same operator with its path forced.
+    pub fn with_path(mut self, path: AttentionPath) -> Self {
+        self.path = path;
+        self
+    }
+
+    /// Its options.
+    pub fn options(&self) -> &AttentionOptions {
+        &self.options
+    }
+
+    /// Its device.
+    pub fn gpu(&self) -> &Gpu {
+        &self.gpu
+    }
+
+    /// Builds the pipelines for tensors of this type and these head sizes ahead of the first call: all but those that
+    /// join past keys, or lengths, slopes and sinks.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Shader`] or [`Error::DeviceLost`].
+    pub fn warm_up(&self, dtype: DType, head_dim: usize, value_dim: usize) -> Result<()> {
+        let gpu = &self.gpu;
+        let storage = Storage::of(gpu, dtype)?;
+        if self.path != AttentionPath::Fused {
+            gpu.kernel(&scores::variant(Tile::of(gpu, Product::Scores), storage, storage))?;
+            for threads in crate::tuning::SOFTMAX_THREADS {
+                gpu.kernel(&softmax::variant(threads))?;
+            }
+            gpu.kernel(&weighted_sum::variant(
+                Tile::of(gpu, Product::WeightedSum),
+                storage,
+                storage,
+            ))?;
+        }
+        if self.path != AttentionPath::Composed {
+            let tile = FlashTile::of(gpu, head_dim, value_dim);
+            // Masks make another variant; which calls have some is not known yet.
+            for plain in [false, true] {
+                gpu.kernel(&flash::variant(tile, plain, [storage; 4]))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Records the call into `encoder`, which must come from the same device. Nothing is submitted, waited for
+    /// or read back.
+    ///
+    /// Calls on one queue share scratch memory; recorded in any number of encoders they are right as long as
+    /// those are submitted to that queue. wgpu cannot tell an encoder's device: one of another device is found
+    /// out when it is finished.
+    ///
+    /// # Errors
+    ///
+    /// Sizes, types, devices and overlaps that do not fit, or more than the device allows; then nothing has
+    /// been recorded.
+    pub fn record(
+        &self,
+        encoder: &mut wgpu::CommandEncoder,
+        inputs: &AttentionInputs,
+        outputs: &AttentionOutputs,
+    ) -> Result<()> {
+        let mut batch = Batch::new(&self.gpu);
+        self.prepare(&mut batch, inputs, outputs)?;
+        batch.record(encoder)
+    }
+
+    /// Allocates the outputs, records the call, and submits it. Does not wait; downloads do.
+    ///
+    /// # Errors
+    ///
+    /// As [`Attention::record`].
+    pub fn run(&self, inputs: &AttentionInputs, wanted: Wanted) -> Result<AttentionResult> {
+        let shape = inputs.check(&self.gpu, &self.options)?;
+        let [batch, heads, queries, keys] = shape.weights();
+        let zeros = |wanted: bool, dtype, shape: &[usize]| {
+            if wanted {
+                Tensor::zeros(&self.gpu, dtype, shape).map(Some)
+            } else {
+                Ok(None)
+            }
+        };
+        let merged = [batch, queries, heads, shape.value_dim];
+        let output = Tensor::zeros(&self.gpu, inputs.query.dtype(), &merged)?.permute(&[0, 2, 1, 3])?;
+        let result = AttentionResult {
+            output,
+            lse: zeros(wanted.lse, DType::F32, &[batch, heads, queries])?,
+            weights: zeros(wanted.weights, DType::F32, &shape.weights())?,
+            mean_weights: zeros(wanted.mean_weights, DType::F32, &[batch, queries, keys])?,
+            present_key: zeros(wanted.present, inputs.key.dtype(), &shape.key())?,
+            present_value: zeros(wanted.present, inputs.value.dtype(), &shape.value())?,
+        };
+        let outputs = AttentionOutputs {
+            output: &result.output,
+            lse: result.lse.as_ref(),
+            weights: result.weights.as_ref(),
+            mean_weights: result.mean_weights.as_ref(),
+            present_key: result.present_key.as_ref(),
+            present_value: result.present_value.as_ref(),
+        };
+        let mut encoder = self.gpu.encoder();
+        self.record(&mut encoder, inputs, &outputs)?;
+        self.gpu.submit(encoder)?;
+        Ok(result)
+    }
+
+    /// Checks the call and adds its dispatches.
+    pub(crate) fn prepare(
+        &self,
+        batch: &mut Batch,
+        inputs: &AttentionInputs,
+        outputs: &AttentionOutputs,
+    ) -> Result<()> {
+        let gpu = &self.gpu;
+        let shape = inputs.check(gpu, &self.options)?;
+        let output = outputs.check(gpu, inputs, &shape, batch.is_planned())?;
+        let key = join(
+            batch,
+            "key",
+            Scratch::Keys,
+            inputs.past.map(|past| past.0),
+            inputs.key,
+            outputs.present_key,
+        )?;
+        let value = join(
+            batch,
+            "value",
+            Scratch::Values,
+            inputs.past.map(|past| past.1),
+            inputs.value,
+            outputs.present_value,
+        )?;
+        let rows = product(&[shape.batch, shape.heads, shape.queries]);
+        let only_output =
+            outputs.lse.is_none() && outputs.weights.is_none() && outputs.mean_weights.is_none();
+        if rows == 0 || (shape.value_dim == 0 && only_output) {
+            return Ok(());
+        }
+
+        let bound = self.bind_rule(inputs, &shape)?;
+        let mask = match inputs.mask {
+            Some(mask) => {
+                let maskable = shape.keys - self.options.always_visible_keys;
+                let target = [shape.batch, shape.heads, shape.queries, maskable];
+                Some(BroadcastMask {
+                    mask,
+                    strides: mask.strides("mask", target)?,
+                    keys: mask.covered_keys(maskable),
+                })
+            }
+            None => None,
+        };
+        let wants_weights = outputs.weights.is_some() || outputs.mean_weights.is_some();
+        match self.choose(&shape, wants_weights)?.0 {
+            AttentionPath::Fused => self.fused(
+                batch,
+                &FusedCall {
+                    shape,
+                    packed: None,
+                    query: inputs.query,
+                    key: &key,
+                    value: &value,
+                    output: &output,
+                    lse: outputs.lse,
+                    mask,
+                    bound: &bound,
+                },
+            ),
+            _ => self.composed(
+                batch,
+                &ComposedCall {
+                    shape,
+                    query: inputs.query,
+                    key: &key,
+                    value: &value,
+                    output: &output,
+                    mask,
+                    bound: &bound,
+                },
+                outputs,
+            ),
+        }
+    }
+}
+
+/// Past and new entries one after the other along axis 2, in `present` if given and else in scratch; without a
+/// past and a `present`, the new ones where they are.
+fn join(
+    batch: &mut Batch,
+    what: &str,
+    slot: Scratch,
+    past: Option<&Tensor>,
+    new: &Tensor,
+    present: Option<&Tensor>,
+) -> Result<Tensor> {
+    if past.is_none() && present.is_none() {
+        return Ok(new.clone());
+    }
+    let gpu = batch.gpu();
+    let past_len = past.map_or(0, |past| past.shape()[2]);
+    let mut shape = [0; 4];
+    shape.copy_from_slice(new.shape());
+    shape[2] += past_len;
+    let joined = match present {
+        Some(present) => present.clone(),
+        None => {
+            let bytes = product(&shape).saturating_mul(new.dtype().size() as u64);
+            Tensor::of_scratch(gpu, batch.scratch(slot, bytes)?, 0, new.dtype(), &shape)?
+        }
+    };
+    if let Some(past) = past {
+        copy::push(batch, what, past, &joined.slice(2, 0..past_len)?)?;
+    }
+    copy::push(batch, what, new, &joined.slice(2, past_len..shape[2])?)?;
+    Ok(joined)
+}
+
+fn whole(shape: &AttentionShape) -> Chunk {
+    Chunk {
+        first_head: 0,
+        head_count: shape.batch * shape.heads,
+        first_row: 0,
+        rows: shape.queries,
+    }
+}
