@@ -131,7 +131,7 @@ pub(crate) struct Kernel {
 
 impl Kernel {
     pub(crate) fn build(gpu: &Gpu, variant: &Variant) -> Result<Self> {
-        Self::from_source(gpu, variant.label(), &variant.source())
+        Self::from_source(gpu, variant.label(), &gpu.with_fault(variant.source()))
     }
 
     fn from_source(gpu: &Gpu, label: String, source: &str) -> Result<Self> {

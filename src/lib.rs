@@ -4,6 +4,7 @@ pub use half::f16;
 pub use wgpu;
 
 mod attention;
+mod choose;
 mod config;
 mod dtype;
 mod error;
@@ -18,6 +19,7 @@ mod options;
 mod packed;
 mod plan;
 pub mod reference;
+mod self_check;
 mod shape;
 mod tensor;
 mod tuning;
@@ -34,6 +36,7 @@ pub use multi_head::{MultiHeadAttention, MultiHeadInputs, MultiHeadOutputs, Mult
 pub use options::{Align, AttentionOptions, Causal};
 pub use packed::{CuSeqlens, PackedInputs, PackedOutputs, PackedResult};
 pub use plan::Plan;
+pub use self_check::VariantCheck;
 pub use shape::{AttentionShape, MAX_AXIS};
 pub use tensor::Tensor;
 pub use weights::{CheckpointInfo, CheckpointNames, Parameters};

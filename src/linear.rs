@@ -1,11 +1,13 @@
 //! Linear projection as an operator of its own.
 
+use std::ops::Range;
+
 use crate::{
     DType, Error, Gpu, Result, Tensor,
     inputs::{check_device, check_overlaps},
     kernel::{Batch, Binding, Storage},
     kernels::linear::{self, Part},
-    tuning::{Product, Tile},
+    shape::product,
 };
 
 /// Batched linear projection `y = x W^T + b`, with `W` in PyTorch's `[out, in]` layout.
@@ -148,32 +150,92 @@ impl Linear {
             // Its other axes may be longer than a dispatch could count.
             return Ok(());
         }
-        let (binding, start) = Binding::output(gpu, "output", output)?;
-        let part = Part {
-            start,
-            batch: output_strides[0],
-            head: 0,
-            row: output_strides[1],
-        };
-        linear::Linear {
-            x: bind(gpu, "x", x)?,
-            x_strides,
-            batch: x_sizes[0],
-            rows: x_sizes[1],
-            inputs,
-            weight: bind(gpu, "weight", &self.weight)?,
-            bias: self
-                .bias
-                .as_ref()
-                .map(|bias| bind(gpu, "bias", bias))
-                .transpose()?,
-            parts: &[(outputs, part)],
-            head_dim: outputs,
-            output_dim: output_strides[2],
-            output: (binding, Storage::of(gpu, output.dtype())?),
+        let weight = bind(gpu, "weight", &self.weight)?;
+        let bias = self
+            .bias
+            .as_ref()
+            .map(|bias| bind(gpu, "bias", bias))
+            .transpose()?;
+        let both = [x, output];
+        for [batches, rows_of_each] in pieces(gpu, [x_sizes[0], x_sizes[1]], inputs * outputs, |piece| {
+            both.iter().all(|tensor| fits(gpu, tensor, piece))
+        }) {
+            let part = [batches, rows_of_each];
+            let (x, output) = (slice(x, &part)?, slice(output, &part)?);
+            let (binding, start) = Binding::output(gpu, "output", &output)?;
+            let [batches, rows_of_each] = part;
+            linear::Linear {
+                x: bind(gpu, "x", &x)?,
+                x_strides,
+                batch: batches.len(),
+                rows: rows_of_each.len(),
+                inputs,
+                weight: weight.clone(),
+                bias: bias.clone(),
+                parts: &[(
+                    outputs,
+                    Part {
+                        start,
+                        batch: output_strides[0],
+                        head: 0,
+                        row: output_strides[1],
+                    },
+                )],
+                head_dim: outputs,
+                output_dim: output_strides[2],
+                output: (binding, Storage::of(gpu, output.dtype())?),
+            }
+            .push(batch)?;
         }
-        .push(batch, Tile::of(gpu, Product::Linear))
+        Ok(())
     }
+}
+
+/// Cuts `[batch, rows]` of a projection of `work` multiply-adds a row into pieces that a dispatch may have the work of and
+/// that `fits` says can be bound; a single row that cannot is an error when it is bound.
+pub(crate) fn pieces(
+    gpu: &Gpu,
+    [batch, rows]: [usize; 2],
+    work: usize,
+    fits: impl Fn(&[Range<usize>; 2]) -> bool,
+) -> Vec<[Range<usize>; 2]> {
+    let mut pieces = Vec::new();
+    let mut left = vec![[0..batch, 0..rows]];
+    while let Some(piece) = left.pop() {
+        let axes = [piece[0].len(), piece[1].len()];
+        let within = product(&[axes[0], axes[1], work]) <= gpu.dispatch_work();
+        let axis = usize::from(axes[0] <= 1);
+        if within && fits(&piece) || axes[axis] <= 1 {
+            pieces.push(piece);
+            continue;
+        }
+        // Whole tiles of rows, if there are several.
+        let half = axes[axis] / 2;
+        let half = if axis == 1 && half >= 256 {
+            half.next_multiple_of(256)
+        } else {
+            half.max(1)
+        };
+        let middle = piece[axis].start + half;
+        let (mut first, mut second) = (piece.clone(), piece);
+        first[axis].end = middle;
+        second[axis].start = middle;
+        left.push(second);
+        left.push(first);
+    }
+    pieces
+}
+
+/// A piece of `[B, L, E]`, or of `[L, E]` as one sequence.
+pub(crate) fn slice(tensor: &Tensor, [batches, rows]: &[Range<usize>; 2]) -> Result<Tensor> {
+    match tensor.shape().len() {
+        2 => tensor.slice(0, rows.clone()),
+        _ => tensor.slice(0, batches.clone())?.slice(1, rows.clone()),
+    }
+}
+
+pub(crate) fn fits(gpu: &Gpu, tensor: &Tensor, piece: &[Range<usize>; 2]) -> bool {
+    slice(tensor, piece).is_ok_and(|part| Binding::fits(gpu, &part, &(0..part.extent())))
 }
 
 fn check_contiguous(what: &str, tensor: &Tensor) -> Result<()> {

@@ -12,7 +12,6 @@ use crate::{
     },
     linear::{Linear, bind, check_float, rows},
     shape::product,
-    tuning::{Product, Tile},
 };
 
 /// Multi-head attention as `torch.nn.MultiheadAttention` computes it, on the GPU from end to end.
@@ -440,21 +439,12 @@ impl MultiHeadAttention {
         } else {
             Storage::F32
         };
-        let tile = Tile::of(gpu, Product::Linear);
-        gpu.kernel(&linear::variant(
-            tile,
-            activations,
-            parameters,
-            bias,
-            Storage::F32,
-        ))?;
-        gpu.kernel(&linear::variant(
-            tile,
-            Storage::F32,
-            parameters,
-            bias,
-            activations,
-        ))?;
+        for [x, y] in [[activations, Storage::F32], [Storage::F32, activations]] {
+            let tile = gpu
+                .linear_tile([x, parameters, bias, y], config.embed_dim, false)?
+                .tile;
+            gpu.kernel(&linear::variant(tile, x, parameters, bias, y))?;
+        }
         if self.bias_kv.is_some() {
             gpu.kernel(&copy::variant(parameters, Storage::F32))?;
         }
@@ -693,7 +683,7 @@ impl MultiHeadAttention {
                 output_dim: 1,
                 output: (binding, Storage::F32),
             }
-            .push(batch, Tile::of(gpu, Product::Linear))?;
+            .push(batch)?;
             first += count;
         }
         Ok(tensors)

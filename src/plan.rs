@@ -148,7 +148,7 @@ impl Attention {
         let present_value = outputs.if_wanted(wanted.present, dtype, &shape.value())?;
 
         let weights_wanted = wanted.weights || wanted.mean_weights;
-        let path = self.choice(shape, weights_wanted)?.path;
+        let path = self.chosen_path(shape, weights_wanted)?;
         let mut planned = Batch::planned(gpu);
         self.prepare(
             &mut planned,

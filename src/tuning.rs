@@ -1,6 +1,224 @@
 //! The table of tile sizes and variants per kind of adapter, and nothing else.
+//!
+//! A row says for which devices and calls it is meant; the first one that fits is taken, the next one if that fails its
+//! self-check. `cargo xtask tune` times the candidates on the present adapter and prints the row to put here. Every
+//! tile keeps within 256 invocations and 16 KiB of workgroup memory, which WebGPU guarantees.
 
 use crate::Gpu;
+
+/// Kinds of adapters that rows distinguish; virtual and unknown ones count as discrete.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Adapter {
+    Software,
+    Integrated,
+    Discrete,
+}
+
+impl Adapter {
+    pub(crate) fn of(gpu: &Gpu) -> Self {
+        match gpu.info().device_type {
+            wgpu::DeviceType::Cpu => Self::Software,
+            wgpu::DeviceType::IntegratedGpu => Self::Integrated,
+            _ => Self::Discrete,
+        }
+    }
+}
+
+/// Element types that rows distinguish: what queries, keys and values, or both operands, are stored as.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Elements {
+    Any,
+    F32,
+    F16,
+}
+
+/// A row of a table.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Row<T> {
+    pub(crate) adapter: Adapter,
+    pub(crate) elements: Elements,
+    /// Largest head size, or inner dimension, that it is meant for.
+    pub(crate) head_dim: usize,
+    /// Smallest subgroup size that the device must guarantee; 0: needs no subgroups.
+    pub(crate) subgroup: u32,
+    pub(crate) tile: T,
+}
+
+/// Smallest subgroup size of a device; 0 if it has no subgroups.
+pub(crate) fn smallest_subgroup(gpu: &Gpu) -> u32 {
+    if gpu.features().contains(wgpu::Features::SUBGROUP) {
+        gpu.info().subgroup_min_size
+    } else {
+        0
+    }
+}
+
+/// The tiles of a table's rows that fit, best first.
+fn candidates<T: Copy>(table: &[Row<T>], gpu: &Gpu, halves: bool, head_dim: usize) -> Vec<T> {
+    let (adapter, subgroup) = (Adapter::of(gpu), smallest_subgroup(gpu));
+    let elements = if halves { Elements::F16 } else { Elements::F32 };
+    table
+        .iter()
+        .filter(|row| {
+            row.adapter == adapter
+                && (row.elements == Elements::Any || row.elements == elements)
+                && row.head_dim >= head_dim
+                && row.subgroup <= subgroup
+        })
+        .map(|row| row.tile)
+        .collect()
+}
+
+const ANY_SIZE: usize = usize::MAX;
+
+/// Tiles of matrix products.
+///
+/// Software, with subgroups: measured on Mesa lavapipe 25.0 (AVX2, 8 lanes), 12 by 2 sums are as many as its registers
+/// hold, and 16 by 4 run at less than half the speed. Without: the most sums per thread whose pipeline still builds in
+/// a second. GPUs: 64 by 64 outputs from 8.4 KiB and 256 threads, not tuned on any yet.
+pub(crate) const PRODUCTS: &[Row<Tile>] = &[
+    Row {
+        adapter: Adapter::Software,
+        elements: Elements::Any,
+        head_dim: ANY_SIZE,
+        subgroup: 8,
+        tile: Tile::Subgroup {
+            rows: 12,
+            cols: 2,
+            lanes: 8,
+            workgroup: 16,
+        },
+    },
+    Row {
+        adapter: Adapter::Software,
+        elements: Elements::Any,
+        head_dim: ANY_SIZE,
+        subgroup: 4,
+        tile: Tile::Subgroup {
+            rows: 12,
+            cols: 2,
+            lanes: 4,
+            workgroup: 16,
+        },
+    },
+    Row {
+        adapter: Adapter::Software,
+        elements: Elements::Any,
+        head_dim: ANY_SIZE,
+        subgroup: 0,
+        tile: Tile::Workgroup {
+            rows: 8,
+            cols: 4,
+            thread_rows: 8,
+            thread_cols: 8,
+            depth: 32,
+        },
+    },
+    Row {
+        adapter: Adapter::Integrated,
+        elements: Elements::Any,
+        head_dim: ANY_SIZE,
+        subgroup: 0,
+        tile: Tile::Workgroup {
+            rows: 4,
+            cols: 4,
+            thread_rows: 16,
+            thread_cols: 16,
+            depth: 16,
+        },
+    },
+    Row {
+        adapter: Adapter::Discrete,
+        elements: Elements::Any,
+        head_dim: ANY_SIZE,
+        subgroup: 0,
+        tile: Tile::Workgroup {
+            rows: 4,
+            cols: 4,
+            thread_rows: 16,
+            thread_cols: 16,
+            depth: 16,
+        },
+    },
+];
+
+/// Tiles of the fused kernel.
+///
+/// Software, with subgroups: measured on Mesa lavapipe 25.0, twice the keys are no faster and build longer. Without:
+/// larger tiles are a third faster and build four times as long. GPUs: 64 rows, 32 keys and 64 columns in 14.9 KiB of
+/// workgroup memory, not tuned on any yet.
+pub(crate) const FLASH: &[Row<FlashCore>] = &[
+    Row {
+        adapter: Adapter::Software,
+        elements: Elements::Any,
+        head_dim: ANY_SIZE,
+        subgroup: 8,
+        tile: FlashCore::Subgroup {
+            keys: 8,
+            lanes: 8,
+            workgroup: 8,
+        },
+    },
+    Row {
+        adapter: Adapter::Software,
+        elements: Elements::Any,
+        head_dim: ANY_SIZE,
+        subgroup: 4,
+        tile: FlashCore::Subgroup {
+            keys: 8,
+            lanes: 4,
+            workgroup: 8,
+        },
+    },
+    Row {
+        adapter: Adapter::Software,
+        elements: Elements::Any,
+        head_dim: ANY_SIZE,
+        subgroup: 0,
+        tile: FlashCore::Workgroup {
+            thread_rows: 8,
+            thread_cols: 8,
+            rows: 4,
+            cols: 4,
+            depth: 8,
+            value_cols: 8,
+        },
+    },
+    Row {
+        adapter: Adapter::Integrated,
+        elements: Elements::Any,
+        head_dim: ANY_SIZE,
+        subgroup: 0,
+        tile: FlashCore::Workgroup {
+            thread_rows: 16,
+            thread_cols: 16,
+            rows: 4,
+            cols: 2,
+            depth: 8,
+            value_cols: 4,
+        },
+    },
+    Row {
+        adapter: Adapter::Discrete,
+        elements: Elements::Any,
+        head_dim: ANY_SIZE,
+        subgroup: 0,
+        tile: FlashCore::Workgroup {
+            thread_rows: 16,
+            thread_cols: 16,
+            rows: 4,
+            cols: 2,
+            depth: 8,
+            value_cols: 4,
+        },
+    },
+];
+
+/// Head sizes that the fused kernel's subgroup core is built for; larger ones are read again for each block of keys.
+const FLASH_DIMS: [u32; 3] = [64, 128, 256];
+
+/// Value columns that it is built for: its build time grows with them. Wider values are cut into columns of 64.
+const FLASH_VALUE_DIMS: [u32; 4] = [16, 32, 64, 128];
 
 /// A tile of the matrix product that `linear`, `scores` and `weighted_sum` share.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -33,68 +251,10 @@ pub(crate) enum Tile {
     },
 }
 
-/// Which product a tile is for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Product {
-    Linear,
-    Scores,
-    WeightedSum,
-}
-
 impl Tile {
-    /// The tile for a product on this device.
-    pub(crate) fn of(gpu: &Gpu, product: Product) -> Self {
-        let software = gpu.info().device_type == wgpu::DeviceType::Cpu;
-        let subgroups =
-            gpu.features().contains(wgpu::Features::SUBGROUP) && gpu.info().subgroup_min_size >= 4;
-        match (software, subgroups) {
-            (true, true) => Self::software(product, gpu.info().subgroup_min_size),
-            (true, false) => Self::SOFTWARE_WORKGROUP,
-            (false, _) => Self::GPU,
-        }
-    }
-
-    /// Measured on Mesa lavapipe 25.0 (AVX2, 8 lanes): 12 by 2 sums are as many as its registers hold, and 16 by 4
-    /// run at less than half the speed. The subgroup's smallest size caps the lanes.
-    fn software(_product: Product, subgroup_min_size: u32) -> Self {
-        let lanes = if subgroup_min_size >= 8 { 8 } else { 4 };
-        Self::Subgroup {
-            rows: 12,
-            cols: 2,
-            lanes,
-            workgroup: 16,
-        }
-    }
-
-    /// Software adapters without subgroups: the most sums per thread whose pipeline still builds in a second.
-    const SOFTWARE_WORKGROUP: Self = Self::Workgroup {
-        rows: 8,
-        cols: 4,
-        thread_rows: 8,
-        thread_cols: 8,
-        depth: 32,
-    };
-
-    /// 64 by 64 outputs from 8.4 KiB of workgroup memory and 256 threads: inside the limits that WebGPU
-    /// guarantees.
-    const GPU: Self = Self::Workgroup {
-        rows: 4,
-        cols: 4,
-        thread_rows: 16,
-        thread_cols: 16,
-        depth: 16,
-    };
-
-    /// Every tile that can be chosen, for tests.
-    #[cfg(test)]
-    pub(crate) fn all() -> Vec<Self> {
-        let product = Product::Linear;
-        vec![
-            Self::software(product, 4),
-            Self::software(product, 8),
-            Self::SOFTWARE_WORKGROUP,
-            Self::GPU,
-        ]
+    /// The tiles for a product on this device, best first; `halves` if both operands are stored as f16.
+    pub(crate) fn candidates(gpu: &Gpu, halves: bool, inner: usize) -> Vec<Self> {
+        candidates(PRODUCTS, gpu, halves, inner)
     }
 
     /// Rows of the tile.
@@ -184,75 +344,107 @@ pub(crate) enum FlashTile {
     },
 }
 
-impl FlashTile {
-    /// The tile for these head sizes on this device.
-    pub(crate) fn of(gpu: &Gpu, head_dim: usize, value_dim: usize) -> Self {
-        let software = gpu.info().device_type == wgpu::DeviceType::Cpu;
-        let smallest = gpu.info().subgroup_min_size;
-        let subgroups = gpu.features().contains(wgpu::Features::SUBGROUP) && smallest >= 4;
-        match (software, subgroups) {
-            (true, true) => Self::software(smallest, head_dim, value_dim),
-            (true, false) => Self::SOFTWARE_WORKGROUP,
-            (false, _) => Self::GPU,
+/// A tile of the fused kernel without the sizes that a call's heads decide.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum FlashCore {
+    /// [`FlashTile::Subgroup`].
+    Subgroup { keys: u32, lanes: u32, workgroup: u32 },
+    /// [`FlashTile::Workgroup`].
+    Workgroup {
+        thread_rows: u32,
+        thread_cols: u32,
+        rows: u32,
+        cols: u32,
+        depth: u32,
+        value_cols: u32,
+    },
+}
+
+impl FlashCore {
+    /// The tile for these head sizes.
+    pub(crate) fn sized(self, head_dim: usize, value_dim: usize) -> FlashTile {
+        match self {
+            Self::Subgroup {
+                keys,
+                lanes,
+                workgroup,
+            } => {
+                let holds =
+                    |sizes: &[u32], size: usize| sizes.iter().copied().find(|&most| most as usize >= size);
+                FlashTile::Subgroup {
+                    dim: holds(&FLASH_DIMS, head_dim).unwrap_or(0),
+                    value_dim: holds(&FLASH_VALUE_DIMS, value_dim).unwrap_or(64),
+                    keys,
+                    lanes,
+                    workgroup,
+                }
+            }
+            Self::Workgroup {
+                thread_rows,
+                thread_cols,
+                rows,
+                cols,
+                depth,
+                value_cols,
+            } => FlashTile::Workgroup {
+                thread_rows,
+                thread_cols,
+                rows,
+                cols,
+                depth,
+                value_cols,
+            },
         }
     }
 
-    /// Measured on Mesa lavapipe 25.0: twice the keys are no faster and build longer. The build time grows with
-    /// `value_dim`, which is why wider values are cut into columns.
-    fn software(subgroup_min_size: u32, head_dim: usize, value_dim: usize) -> Self {
-        let lanes = if subgroup_min_size >= 8 { 8 } else { 4 };
-        let dim = match head_dim {
-            0..=64 => 64,
-            65..=128 => 128,
-            129..=256 => 256,
-            _ => 0,
-        };
-        let value_dim = match value_dim {
-            0..=16 => 16,
-            17..=128 => value_dim.next_multiple_of(32) as u32,
-            _ => 64,
-        };
-        Self::Subgroup {
-            dim,
-            value_dim,
-            keys: 8,
-            lanes,
-            workgroup: 8,
-        }
-    }
-
-    /// Software adapters without subgroups: larger tiles are a third faster and build four times as long.
-    const SOFTWARE_WORKGROUP: Self = Self::Workgroup {
-        thread_rows: 8,
-        thread_cols: 8,
-        rows: 4,
-        cols: 4,
-        depth: 8,
-        value_cols: 8,
-    };
-
-    /// 64 rows, 32 keys and 64 columns in 14.9 KiB of workgroup memory.
-    const GPU: Self = Self::Workgroup {
-        thread_rows: 16,
-        thread_cols: 16,
-        rows: 4,
-        cols: 2,
-        depth: 8,
-        value_cols: 4,
-    };
-
-    /// Every tile that can be chosen, for tests.
-    #[cfg(test)]
-    pub(crate) fn all() -> Vec<Self> {
-        let mut all = vec![Self::SOFTWARE_WORKGROUP, Self::GPU];
-        for subgroup_min_size in [4, 8] {
-            for head_dim in [64, 128, 256, 257] {
-                for value_dim in (16..=144).step_by(16) {
-                    all.push(Self::software(subgroup_min_size, head_dim, value_dim));
+    /// Every tile that it can become.
+    pub(crate) fn all_sizes(self) -> Vec<FlashTile> {
+        let mut all = Vec::new();
+        for dim in FLASH_DIMS
+            .into_iter()
+            .chain([FLASH_DIMS[FLASH_DIMS.len() - 1] + 1])
+        {
+            for value_dim in FLASH_VALUE_DIMS {
+                let tile = self.sized(dim as usize, value_dim as usize);
+                if !all.contains(&tile) {
+                    all.push(tile);
                 }
             }
         }
         all
+    }
+}
+
+impl FlashTile {
+    /// The tiles for these head sizes on this device, best first; `halves` if queries, keys and values are stored as
+    /// f16.
+    pub(crate) fn candidates(gpu: &Gpu, halves: bool, head_dim: usize, value_dim: usize) -> Vec<Self> {
+        candidates(FLASH, gpu, halves, head_dim)
+            .into_iter()
+            .map(|core| core.sized(head_dim, value_dim))
+            .collect()
+    }
+
+    /// Every tile that a call on this device can ask for, best core first.
+    pub(crate) fn all_candidates(gpu: &Gpu, halves: bool) -> Vec<Self> {
+        candidates(FLASH, gpu, halves, 0)
+            .into_iter()
+            .flat_map(FlashCore::all_sizes)
+            .collect()
+    }
+
+    /// A head size and a number of value columns that it is built for and does not divide.
+    pub(crate) fn awkward_dims(self) -> (usize, usize) {
+        match self {
+            Self::Subgroup {
+                dim: 0, value_dim, ..
+            } => (
+                FLASH_DIMS[FLASH_DIMS.len() - 1] as usize + 3,
+                value_dim as usize - 1,
+            ),
+            Self::Subgroup { dim, value_dim, .. } => (dim as usize - 3, value_dim as usize - 1),
+            Self::Workgroup { .. } => (37, self.value_cols() as usize + 1),
+        }
     }
 
     /// Keys that one dispatch may go through on a device whose driver ends long loops, a multiple of 512; `None` where
@@ -394,10 +586,11 @@ pub(crate) fn composed_keys(gpu: &Gpu) -> Option<usize> {
     if !ends_loops(gpu) {
         return None;
     }
-    match Tile::of(gpu, Product::WeightedSum) {
-        Tile::Subgroup { .. } => Some(400_000),
-        Tile::Workgroup { .. } => Some(80_000),
-    }
+    Some(if smallest_subgroup(gpu) >= 4 {
+        400_000
+    } else {
+        80_000
+    })
 }
 
 /// Queries from which the fused kernel is worth it: its tile has 32 rows or more, the composed path's 12 or more.
@@ -426,7 +619,7 @@ pub(crate) const SCORES_CHUNK: u64 = 16 << 20;
 /// Bytes of outputs of ranges of keys that wait for their merge.
 pub(crate) const RANGES_CHUNK: u64 = 64 << 20;
 
-/// Multiply-adds of a dispatch: a tenth of a second or less on a slow device of each kind.
+/// Multiply-adds of a dispatch: a tenth of a second or less on a slow GPU of each kind, about a second on a CPU.
 pub(crate) fn dispatch_work(kind: wgpu::DeviceType) -> u64 {
     match kind {
         wgpu::DeviceType::DiscreteGpu | wgpu::DeviceType::VirtualGpu => 1 << 36,

@@ -191,6 +191,7 @@ pub(crate) struct Packed {
     pub(crate) value: Floats,
     pub(crate) cu_seqlens_q: Vec<usize>,
     pub(crate) cu_seqlens_k: Vec<usize>,
+    pub(crate) sinks: Option<Vec<f32>>,
 }
 
 #[derive(Debug, Clone, PartialEq)]
@@ -917,6 +918,7 @@ fn read_packed(inputs: &mut Inputs<'_>, options: &mut Options) -> Result<Packed>
         None => bad(format!("input {name:?} is missing")),
     };
     let [cu_seqlens_q, cu_seqlens_k] = [seams("cu_seqlens_q")?, seams("cu_seqlens_k")?];
+    let sinks = inputs.parameter("sinks", &[h])?;
     Ok(Packed {
         options: attention,
         heads: h,
@@ -926,6 +928,7 @@ fn read_packed(inputs: &mut Inputs<'_>, options: &mut Options) -> Result<Packed>
         value,
         cu_seqlens_q,
         cu_seqlens_k,
+        sinks,
     })
 }
 

@@ -157,7 +157,7 @@ fn packed(op: &Packed) -> Result<Answers> {
         value: &wide(&op.value.data),
         cu_seqlens_q: &op.cu_seqlens_q,
         cu_seqlens_k: &op.cu_seqlens_k,
-        sinks: None,
+        sinks: op.sinks.as_deref(),
     })?;
     Ok(Answers::from([
         (

@@ -1,10 +1,12 @@
 //! A case on the GPU.
 
-use super::case::{Answer, Answers, Case, CaseError, CaseMask, Floats, Hiding, Layer, MaskData, Op, Sdpa};
+use super::case::{
+    Answer, Answers, Case, CaseError, CaseMask, Floats, Hiding, Layer, MaskData, Op, Packed, Sdpa,
+};
 use half::f16;
 use multihead::{
-    Attention, AttentionInputs, AttentionPath, DType, Gpu, KvLengths, Mask, MultiHeadAttention,
-    MultiHeadInputs, NeedWeights, Parameters, Result, Tensor, Wanted,
+    Attention, AttentionInputs, AttentionPath, CuSeqlens, DType, Gpu, KvLengths, Mask, MultiHeadAttention,
+    MultiHeadInputs, NeedWeights, PackedInputs, Parameters, Result, Tensor, Wanted,
 };
 
 /// Computes every answer that the operator has; the weights only if they are wanted. Where the fused path is asked
@@ -24,7 +26,12 @@ pub(crate) fn run(
             op.past.is_some() || case.expected.contains_key("present_key"),
         ),
         Op::Layer(op) => layer(gpu, op, weights, path),
-        Op::Packed(_) => return Err(CaseError::Unsupported("packed sequences on the GPU".to_owned())),
+        Op::Packed(_) if path == AttentionPath::Composed => {
+            return Err(CaseError::Unsupported(
+                "packed sequences on the composed path".to_owned(),
+            ));
+        }
+        Op::Packed(op) => packed(gpu, op, path),
     };
     answers.map_err(|error| CaseError::Bad(error.to_string()))
 }
@@ -90,6 +97,29 @@ fn sdpa(gpu: &Gpu, op: &Sdpa, weights: bool, path: AttentionPath, present: bool)
         }
     }
     Ok(answers)
+}
+
+fn packed(gpu: &Gpu, op: &Packed, path: AttentionPath) -> Result<Answers> {
+    let (query, key, value) = (
+        upload(gpu, &op.query)?,
+        upload(gpu, &op.key)?,
+        upload(gpu, &op.value)?,
+    );
+    let seams = CuSeqlens::new(gpu, &op.cu_seqlens_q, &op.cu_seqlens_k)?;
+    let sinks = op
+        .sinks
+        .as_ref()
+        .map(|sinks| Tensor::upload(gpu, sinks, &[sinks.len()]))
+        .transpose()?;
+    let mut inputs = PackedInputs::new(&query, &key, &value, &seams);
+    inputs.sinks = sinks.as_ref();
+    let result = Attention::new(gpu, op.options.clone())?
+        .with_path(path)
+        .run_packed(&inputs)?;
+    Ok(Answers::from([
+        ("output", answer(&result.output)?),
+        ("lse", answer(&result.lse)?),
+    ]))
 }
 
 /// The path that holds the weights, if they are wanted.

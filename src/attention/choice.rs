@@ -2,8 +2,13 @@
 
 use super::Attention;
 use crate::{
-    AttentionShape, Error, Result,
-    tuning::{FUSED_QUERIES, FlashTile, Product, Tile},
+    AttentionShape, DType, Error, Result,
+    kernel::Storage,
+    kernels::{
+        flash,
+        scores::{self, Rule},
+    },
+    tuning::FUSED_QUERIES,
 };
 
 /// How a call is computed.
@@ -26,21 +31,25 @@ pub struct Choice {
     pub path: AttentionPath,
     /// Why this path.
     pub reason: String,
-    /// Tile sizes of its kernels.
-    pub tile: String,
+    /// The variant of its main kernel: element types and tile sizes.
+    pub variant: String,
+    /// Variants that the table puts first but that failed their self-check on this device, with what was wrong.
+    pub passed_over: Vec<String>,
 }
 
 impl Attention {
-    /// Which path computes a call of this shape, and why; `weights` if its weights or their mean are wanted.
+    /// Which path and variant compute a call of this shape without masks, all tensors of `dtype`, and why; `weights` if
+    /// its weights or their mean are wanted. A variant that depends on the driver's subgroups is built and checked if
+    /// it was not before, which waits for the device.
     ///
     /// ```
     /// # fn main() -> multihead::Result<()> {
-    /// use multihead::{Attention, AttentionOptions, AttentionShape, Gpu, AttentionPath};
+    /// use multihead::{Attention, AttentionOptions, AttentionPath, AttentionShape, DType, Gpu};
     ///
     /// let attention = Attention::new(&Gpu::new()?, AttentionOptions::new())?;
     /// let shape = AttentionShape::new(1, 8, 512, 64);
-    /// assert_eq!(attention.choice(&shape, false)?.path, AttentionPath::Fused);
-    /// assert_eq!(attention.choice(&shape, true)?.path, AttentionPath::Composed);
+    /// assert_eq!(attention.choice(&shape, DType::F32, false)?.path, AttentionPath::Fused);
+    /// assert_eq!(attention.choice(&shape, DType::F32, true)?.path, AttentionPath::Composed);
     /// # Ok(())
     /// # }
     /// ```
@@ -48,17 +57,36 @@ impl Attention {
     /// # Errors
     ///
     /// [`Error::Shape`] for sizes that no call may have; [`Error::Option`] if the fused path is forced and weights are
-    /// wanted.
-    pub fn choice(&self, shape: &AttentionShape, weights: bool) -> Result<Choice> {
+    /// wanted; [`Error::DType`] for a type that is not of floats; [`Error::DeviceLost`].
+    pub fn choice(&self, shape: &AttentionShape, dtype: DType, weights: bool) -> Result<Choice> {
         shape.validate()?;
         let (path, reason) = self.choose(shape, weights)?;
-        let tile = match path {
+        let gpu = &self.gpu;
+        let storage = Storage::of(gpu, dtype)?;
+        let (variant, passed_over) = match path {
             AttentionPath::Fused => {
-                format!("{:?}", FlashTile::of(&self.gpu, shape.head_dim, shape.value_dim))
+                let plain = Rule::new(&self.options, shape).is_plain();
+                let storages = [storage; 4];
+                let chosen = gpu.flash_tile(storages, plain, shape.head_dim, shape.value_dim, false)?;
+                (flash::variant(chosen.tile, plain, storages), chosen.passed_over)
             }
-            _ => format!("{:?}", Tile::of(&self.gpu, Product::Scores)),
+            _ => {
+                let chosen = gpu.scores_tile([storage; 2], shape.head_dim, false)?;
+                (scores::variant(chosen.tile, storage, storage), chosen.passed_over)
+            }
         };
-        Ok(Choice { path, reason, tile })
+        Ok(Choice {
+            path,
+            reason,
+            variant: variant.label(),
+            passed_over,
+        })
+    }
+
+    /// The path alone, with nothing built.
+    pub(crate) fn chosen_path(&self, shape: &AttentionShape, weights: bool) -> Result<AttentionPath> {
+        shape.validate()?;
+        Ok(self.choose(shape, weights)?.0)
     }
 
     pub(super) fn choose(&self, shape: &AttentionShape, weights: bool) -> Result<(AttentionPath, String)> {

@@ -9,13 +9,13 @@ use super::{
 use crate::{
     AttentionOutputs, AttentionShape, Error, Result, Tensor,
     gpu::Scratch,
-    kernel::{Batch, Binding, most_bytes},
+    kernel::{Batch, Binding, Storage, most_bytes},
     kernels::{
         Chunk, Vector, mean_heads,
         scores::{self, Rule},
         softmax, weighted_sum,
     },
-    tuning::{Product, SCORES_CHUNK, Tile, composed_keys},
+    tuning::{SCORES_CHUNK, composed_keys},
 };
 
 /// What a composed call reads and writes: `[B, H, L, D]` each.
@@ -68,10 +68,12 @@ impl Attention {
                 (Binding::prefix(gpu, "weights", &scratch, bytes)?, 0)
             }
         };
-        let (scores_tile, sum_tile) = (
-            Tile::of(gpu, Product::Scores),
-            Tile::of(gpu, Product::WeightedSum),
-        );
+        let storage = |tensor: &Tensor| Storage::of(gpu, tensor.dtype());
+        let ahead = batch.is_planned();
+        let storages = [storage(call.query)?, storage(call.key)?];
+        let scores_tile = gpu.scores_tile(storages, shape.head_dim, ahead)?.tile;
+        let storages = [storage(call.value)?, storage(call.output)?];
+        let sum_tile = gpu.weighted_sum_tile(storages, ahead)?.tile;
         let vector = |vector: &Option<Vector>| {
             vector
                 .as_ref()

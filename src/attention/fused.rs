@@ -9,11 +9,11 @@ use super::{
     window::{BroadcastMask, Window},
 };
 use crate::{
-    AttentionShape, CuSeqlens, Result, Tensor,
+    AttentionOptions, AttentionShape, CuSeqlens, Result, Tensor,
     gpu::Scratch,
     kernel::{Batch, Binding, Storage},
     kernels::{
-        Chunk, flash,
+        Chunk, Vector, flash,
         flash_merge::{self, Lse, Ranges},
         join_words,
         scores::{Operand, Rule},
@@ -55,50 +55,99 @@ struct Shared<'a> {
 
 impl Attention {
     pub(super) fn fused(&self, batch: &mut Batch, call: &FusedCall) -> Result<()> {
-        let gpu = &self.gpu;
-        let bound = call.bound;
-        let seams = self.vector("cu_seqlens", call.packed.map(CuSeqlens::tensor))?;
-        // Lengths of keys and seams exclude each other.
-        let vectors = [
-            seams.as_ref().or(bound.lengths.as_ref()),
-            bound.slopes.as_ref(),
-            bound.sinks.as_ref(),
+        let storage = |tensor: &Tensor| Storage::of(&self.gpu, tensor.dtype());
+        let storages = [
+            storage(call.query)?,
+            storage(call.key)?,
+            storage(call.value)?,
+            storage(call.output)?,
         ];
-        let (words, [lengths, slopes, sinks]) = join_words::push(batch, vectors)?;
-        let tile = FlashTile::of(gpu, call.shape.head_dim, call.shape.value_dim);
-        let shared = Shared {
-            call,
-            tile,
-            rule: Rule {
-                lengths_start: lengths.0,
-                lengths_stride: lengths.1,
-                ..bound.rule
-            },
-            words,
-            slopes_start: slopes.0,
-            sinks: bound.sinks.as_ref().map(|_| sinks),
-        };
-        let cutter = Cutter {
-            gpu,
-            tile,
-            shape: call.shape,
-            packed: call.packed,
-            rule: &bound.rule,
-            mask: call.mask,
-            query: call.query,
-            key: call.key,
-            value: call.value,
-            output: call.output,
-        };
-        for part in cutter.parts() {
-            if batch.is_planned() {
-                let counted = cutter.key_tiles(&part);
-                batch.count_key_tiles(counted.seen, counted.hidden);
-            }
-            shared.push(batch, &part)?;
-        }
-        Ok(())
+        let (plain, ahead) = (call.bound.rule.is_plain(), batch.is_planned());
+        let chosen =
+            self.gpu
+                .flash_tile(storages, plain, call.shape.head_dim, call.shape.value_dim, ahead)?;
+        push(batch, chosen.tile, call)
     }
+}
+
+/// A fused call without masks and lengths, with a tile of its own: what checks a variant.
+pub(crate) fn check_fused(
+    batch: &mut Batch,
+    tile: FlashTile,
+    options: &AttentionOptions,
+    shape: AttentionShape,
+    [query, key, value, output]: [&Tensor; 4],
+) -> Result<()> {
+    let bound = BoundRule {
+        key_mask: Binding::absent(batch.gpu()),
+        lengths: None,
+        slopes: None,
+        sinks: None,
+        rule: Rule::new(options, &shape),
+    };
+    push(
+        batch,
+        tile,
+        &FusedCall {
+            shape,
+            packed: None,
+            query,
+            key,
+            value,
+            output,
+            lse: None,
+            mask: None,
+            bound: &bound,
+        },
+    )
+}
+
+fn push(batch: &mut Batch, tile: FlashTile, call: &FusedCall) -> Result<()> {
+    let gpu = batch.gpu();
+    let bound = call.bound;
+    let seams = call
+        .packed
+        .map(|seams| Vector::bind(gpu, "cu_seqlens", seams.tensor()))
+        .transpose()?;
+    // Lengths of keys and seams exclude each other.
+    let vectors = [
+        seams.as_ref().or(bound.lengths.as_ref()),
+        bound.slopes.as_ref(),
+        bound.sinks.as_ref(),
+    ];
+    let (words, [lengths, slopes, sinks]) = join_words::push(batch, vectors)?;
+    let shared = Shared {
+        call,
+        tile,
+        rule: Rule {
+            lengths_start: lengths.0,
+            lengths_stride: lengths.1,
+            ..bound.rule
+        },
+        words,
+        slopes_start: slopes.0,
+        sinks: bound.sinks.as_ref().map(|_| sinks),
+    };
+    let cutter = Cutter {
+        gpu,
+        tile,
+        shape: call.shape,
+        packed: call.packed,
+        rule: &bound.rule,
+        mask: call.mask,
+        query: call.query,
+        key: call.key,
+        value: call.value,
+        output: call.output,
+    };
+    for part in cutter.parts() {
+        if batch.is_planned() {
+            let counted = cutter.key_tiles(&part);
+            batch.count_key_tiles(counted.seen, counted.hidden);
+        }
+        shared.push(batch, &part)?;
+    }
+    Ok(())
 }
 
 impl Shared<'_> {

@@ -9,6 +9,7 @@ mod rule;
 mod window;
 
 pub use choice::{AttentionPath, Choice};
+pub(crate) use fused::check_fused;
 
 use composed::ComposedCall;
 use fused::FusedCall;
@@ -20,7 +21,6 @@ use crate::{
     kernel::{Batch, Storage},
     kernels::{Chunk, copy, flash, scores, softmax, weighted_sum},
     shape::product,
-    tuning::{FlashTile, Product, Tile},
 };
 
 /// Scaled dot-product attention with everything that hides, moves or caps a score
@@ -171,20 +171,20 @@ impl Attention {
         let gpu = &self.gpu;
         let storage = Storage::of(gpu, dtype)?;
         if self.path != AttentionPath::Fused {
-            gpu.kernel(&scores::variant(Tile::of(gpu, Product::Scores), storage, storage))?;
+            let tile = gpu.scores_tile([storage; 2], head_dim, false)?.tile;
+            gpu.kernel(&scores::variant(tile, storage, storage))?;
             for threads in crate::tuning::SOFTMAX_THREADS {
                 gpu.kernel(&softmax::variant(threads))?;
             }
-            gpu.kernel(&weighted_sum::variant(
-                Tile::of(gpu, Product::WeightedSum),
-                storage,
-                storage,
-            ))?;
+            let tile = gpu.weighted_sum_tile([storage; 2], false)?.tile;
+            gpu.kernel(&weighted_sum::variant(tile, storage, storage))?;
         }
         if self.path != AttentionPath::Composed {
-            let tile = FlashTile::of(gpu, head_dim, value_dim);
             // Masks make another variant; which calls have some is not known yet.
             for plain in [false, true] {
+                let tile = gpu
+                    .flash_tile([storage; 4], plain, head_dim, value_dim, false)?
+                    .tile;
                 gpu.kernel(&flash::variant(tile, plain, [storage; 4]))?;
             }
         }

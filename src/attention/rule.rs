@@ -19,7 +19,7 @@ pub(super) struct BoundRule {
 
 impl Rule {
     /// The rule for a call of this shape without masks and lengths.
-    pub(super) fn new(options: &AttentionOptions, shape: &AttentionShape) -> Self {
+    pub(crate) fn new(options: &AttentionOptions, shape: &AttentionShape) -> Self {
         let visibility = Visibility::new(options);
         Self {
             queries: shape.queries as u32,

@@ -50,6 +50,10 @@ struct Inner {
     features: wgpu::Features,
     limits: wgpu::Limits,
     kernels: Mutex<HashMap<Variant, Arc<Building>>>,
+    /// What the self-check said of variants.
+    verdicts: Mutex<HashMap<Variant, Verdict>>,
+    /// A text in kernels' sources and what stands in its place, for tests that a broken variant is caught.
+    fault: Mutex<Option<(String, String)>>,
     scratch: Mutex<HashMap<Scratch, OwnBuffer>>,
     held: Arc<Held>,
     /// Multiply-adds of one dispatch, at most; 0 stands for the default.
@@ -64,6 +68,9 @@ struct Inner {
 
 /// A kernel that is built at its first use, by one thread.
 type Building = OnceLock<Result<Arc<Kernel>>>;
+
+/// Whether a variant computed a known answer, and what was wrong.
+pub(crate) type Verdict = std::result::Result<(), String>;
 
 #[derive(Default)]
 struct Counters {
@@ -198,6 +205,8 @@ impl Gpu {
                 features: device.features(),
                 limits: device.limits(),
                 kernels: Mutex::default(),
+                verdicts: Mutex::default(),
+                fault: Mutex::default(),
                 scratch: Mutex::default(),
                 held: Arc::default(),
                 dispatch_work: AtomicU64::new(0),
@@ -396,6 +405,29 @@ impl Gpu {
             lock(&self.inner.kernels).remove(variant);
         }
         built.clone()
+    }
+
+    pub(crate) fn verdict(&self, variant: &Variant) -> Option<Verdict> {
+        lock(&self.inner.verdicts).get(variant).cloned()
+    }
+
+    pub(crate) fn set_verdict(&self, variant: Variant, verdict: Verdict) {
+        lock(&self.inner.verdicts).insert(variant, verdict);
+    }
+
+    /// From now on builds kernels with `to` in place of `from`, for tests that a variant which computes wrongly is
+    /// caught. Kernels that exist already stay.
+    #[doc(hidden)]
+    pub fn break_kernels(&self, from: &str, to: &str) {
+        *lock(&self.inner.fault) = Some((from.to_owned(), to.to_owned()));
+    }
+
+    /// A kernel's source, with the fault of [`Gpu::break_kernels`] in it.
+    pub(crate) fn with_fault(&self, source: String) -> String {
+        match &*lock(&self.inner.fault) {
+            Some((from, to)) => source.replace(from, to),
+            None => source,
+        }
     }
 
     /// At least `bytes` of scratch memory. A larger request replaces the buffer; commands recorded with the old

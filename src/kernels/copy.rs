@@ -39,9 +39,28 @@ pub(crate) fn variant(source: Storage, output: Storage) -> Variant {
     }
 }
 
-/// Adds the dispatch that copies a 4-axis tensor to one of the same shape.
+/// Adds the dispatches that copy a 4-axis tensor to one of the same shape: one, or as many as the device's bindings ask
+/// for.
 pub(crate) fn push(batch: &mut Batch, what: &str, source: &Tensor, output: &Tensor) -> Result<()> {
     debug_assert_eq!(source.shape(), output.shape());
+    let gpu = batch.gpu();
+    let fits = |tensor: &Tensor| Binding::fits(gpu, tensor, &(0..tensor.extent()));
+    let mut left = vec![(source.clone(), output.clone())];
+    while let Some((source, output)) = left.pop() {
+        let first = source.shape().iter().position(|&size| size > 1);
+        let Some(axis) = first.filter(|_| !(fits(&source) && fits(&output))) else {
+            push_bound(batch, what, &source, &output)?;
+            continue;
+        };
+        let size = source.shape()[axis];
+        for half in [size / 2..size, 0..size / 2] {
+            left.push((source.slice(axis, half.clone())?, output.slice(axis, half)?));
+        }
+    }
+    Ok(())
+}
+
+fn push_bound(batch: &mut Batch, what: &str, source: &Tensor, output: &Tensor) -> Result<()> {
     let gpu = batch.gpu();
     let elements = product(source.shape());
     let (from, source_start) = Binding::tensor(gpu, what, source)?;

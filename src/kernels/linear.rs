@@ -81,8 +81,21 @@ pub(crate) fn variant(tile: Tile, x: Storage, weight: Storage, bias: Storage, ou
 }
 
 impl Linear<'_> {
+    /// Adds the dispatch, with the device's best tile.
+    pub(crate) fn push(self, batch: &mut Batch) -> Result<()> {
+        let bias = self
+            .bias
+            .as_ref()
+            .map_or(Storage::F32, |(_, storage, _)| *storage);
+        let storages = [self.x.1, self.weight.1, bias, self.output.1];
+        let chosen = batch
+            .gpu()
+            .linear_tile(storages, self.inputs, batch.is_planned())?;
+        self.push_with(batch, chosen.tile)
+    }
+
     /// Adds the dispatch.
-    pub(crate) fn push(self, batch: &mut Batch, tile: Tile) -> Result<()> {
+    pub(crate) fn push_with(self, batch: &mut Batch, tile: Tile) -> Result<()> {
         let [x_batch, x_row, x_dim] = self.x_strides;
         // Batch entries that follow each other without a gap are one run of rows.
         let one_run = self.batch <= 1 || u64::from(x_batch) == self.rows as u64 * u64::from(x_row);

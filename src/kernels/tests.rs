@@ -13,7 +13,7 @@ use naga::{
 use super::{copy, flash, flash_merge, join_words, linear, mean_heads, scores, softmax, weighted_sum};
 use crate::{
     kernel::{Params, Storage, Variant},
-    tuning::{FlashTile, SOFTMAX_THREADS, Tile},
+    tuning::{FLASH, PRODUCTS, SOFTMAX_THREADS},
 };
 
 type Fields = Vec<(String, usize)>;
@@ -40,7 +40,7 @@ fn all() -> Vec<Shipped> {
         let kinds = [Storage::F32, halves];
         for (a, b) in kinds.iter().flat_map(|&a| kinds.map(|b| (a, b))) {
             all.push(shipped::<copy::CopyParams>(copy::variant(a, b)));
-            for tile in Tile::all() {
+            for tile in PRODUCTS.iter().map(|row| row.tile) {
                 all.push(shipped::<scores::ScoresParams>(scores::variant(tile, a, b)));
                 all.push(shipped::<weighted_sum::WeightedSumParams>(weighted_sum::variant(
                     tile, a, b,
@@ -53,8 +53,9 @@ fn all() -> Vec<Shipped> {
             }
         }
     }
-    for (tile, plain) in FlashTile::all()
-        .into_iter()
+    for (tile, plain) in FLASH
+        .iter()
+        .flat_map(|row| row.tile.all_sizes())
         .flat_map(|tile| [(tile, false), (tile, true)])
     {
         // The element types touch nothing but the loads and the store: one of each will do.

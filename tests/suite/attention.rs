@@ -38,6 +38,8 @@ pub(crate) struct Call {
     pub(crate) merged: bool,
     /// Factor of the queries: large scores.
     pub(crate) large: f32,
+    /// Whether the weights, and the composed path that holds them, are left out.
+    pub(crate) fused_only: bool,
     pub(crate) seed: u64,
 }
 
@@ -57,6 +59,7 @@ impl Call {
             dtype: DType::F32,
             merged: false,
             large: 1.0,
+            fused_only: false,
             seed: 1,
         }
     }
@@ -224,21 +227,13 @@ impl Call {
         inputs.kv_lengths = lengths.as_ref();
         inputs.sinks = sinks.as_ref();
         let attention = Attention::new(gpu, self.options.clone()).map_err(|error| error.to_string())?;
-        let wanted = Wanted::output().lse().weights().mean_weights().present();
-        let result = attention
-            .run(&inputs, wanted)
-            .map_err(|error| error.to_string())?;
         let stored_f16 = self.dtype == DType::F16;
-        let lone = Wanted::output().lse();
-        let composed = attention
-            .clone()
-            .with_path(AttentionPath::Composed)
-            .run(&inputs, Wanted::output());
-        let composed = composed.map_err(|error| error.to_string())?;
+        // Nothing may read scratch that it did not write.
+        gpu.poison_scratch().unwrap();
         let fused = attention
             .clone()
             .with_path(AttentionPath::Fused)
-            .run(&inputs, lone)
+            .run(&inputs, Wanted::output().lse())
             .map_err(|error| error.to_string())?;
         check_bound(
             "fused output",
@@ -254,6 +249,20 @@ impl Call {
             &truth.lse,
             false,
         )?;
+        if self.fused_only {
+            return Ok(());
+        }
+        gpu.poison_scratch().unwrap();
+        let wanted = Wanted::output().lse().weights().mean_weights().present();
+        let result = attention
+            .run(&inputs, wanted)
+            .map_err(|error| error.to_string())?;
+        gpu.poison_scratch().unwrap();
+        let composed = attention
+            .clone()
+            .with_path(AttentionPath::Composed)
+            .run(&inputs, Wanted::output());
+        let composed = composed.map_err(|error| error.to_string())?;
 
         let output = download(&result.output);
         check_bound("output", &output, &narrow.output, &truth.output, stored_f16)?;
@@ -311,7 +320,7 @@ impl Call {
     }
 }
 
-fn calls() -> impl Strategy<Value = Call> {
+pub(crate) fn calls() -> impl Strategy<Value = Call> {
     let shape = (
         0usize..3,
         0usize..3,
@@ -394,6 +403,7 @@ fn calls() -> impl Strategy<Value = Call> {
             dtype: if half { DType::F16 } else { DType::F32 },
             merged,
             large,
+            fused_only: false,
             seed,
         }
     })

@@ -286,11 +286,7 @@ impl Sdpa {
             if !same_bits(&self.output_on(gpu), &got.output) {
                 return Err(format!("{name}the output differs when weights are not wanted"));
             }
-            let fused = Attention::new(gpu, self.options.clone())
-                .unwrap()
-                .with_path(AttentionPath::Fused);
-            // Software adapters end loops too early for the longest rows; the call says so.
-            if self.fused && fused.choice(&self.shape, false).is_ok() {
+            if self.fused {
                 let (output, lse) = self.fused_on(gpu);
                 bound("fused output", &output, &narrow.output, &truth.output, stored_f16)?;
                 bound("fused lse", &lse, &narrow.lse, &truth.lse, false)?;
