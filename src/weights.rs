@@ -5,7 +5,7 @@ mod file;
 mod init;
 mod names;
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
+#[allow(clippy::unwrap_used, clippy::panic)]
 mod tests;
 
 pub use names::{CheckpointInfo, CheckpointNames};

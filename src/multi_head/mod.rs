@@ -1,4 +1,4 @@
-//! The layer: projections, attention, output projection, with PyTorch's weights and vocabulary.
+//! The layer: projections, attention, output projection, with PyTorch's vocabulary.
 
 mod inputs;
 mod projection;
@@ -30,6 +30,9 @@ use crate::{
 /// themselves: PyTorch's `attn_mask` and `key_padding_mask`, whose `True` means "ignore", are
 /// [`Mask::ignore`]; `True` = "attend" is [`Mask::keep`]. PyTorch's three-axis mask `[B * H, L, S]` is
 /// `[B, H, L, S]` here.
+///
+/// Beyond PyTorch's layer, several query heads may share one key head (`num_kv_heads`: grouped-query or multi-query
+/// attention), and a head may have a size of its own (`head_dim`), as in Llama and its kin.
 ///
 /// Activations may be F32 or F16 whatever the parameters are stored as; what lies between the projections is f32.
 ///
@@ -64,7 +67,7 @@ impl MultiHeadAttention {
     ///
     /// # Errors
     ///
-    /// [`Error::Option`] for sizes that do not fit, [`Error::Checkpoint`] or [`Error::Shape`] for
+    /// [`Error::Option`] for sizes that do not fit, [`Error::Shape`] for
     /// parameters that do not fit them, and the device's errors.
     pub fn new(gpu: &Gpu, config: MultiHeadAttentionConfig, parameters: &Parameters) -> Result<Self> {
         config.validate()?;

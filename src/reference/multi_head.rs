@@ -371,6 +371,38 @@ mod tests {
     }
 
     #[test]
+    fn query_heads_share_key_heads() {
+        // Four heads of one number over two key heads: queries of zeros give the mean of the head's values.
+        let config = MultiHeadAttentionConfig::new(2, 4)
+            .num_kv_heads(2)
+            .with_head_dim(1)
+            .bias(false);
+        let i = identity(2);
+        // The output sums heads 0 and 1 into the first column, 2 and 3 into the second.
+        let out = [1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0];
+        let parameters = LayerParameters::new(&[0.0; 8], &i, &i, &out);
+        let x = [1.0f64, 10.0, 3.0, 30.0];
+        let answer = MultiHead::self_attention(&config, parameters, 1, 2, &x)
+            .run()
+            .unwrap();
+        assert_eq!(answer.output, [4.0, 40.0, 4.0, 40.0]);
+        assert_eq!(
+            (answer.shape.heads, answer.shape.kv_heads, answer.shape.head_dim),
+            (4, 2, 1)
+        );
+        assert_eq!(answer.weights, [0.5; 16]);
+        let short = LayerParameters {
+            out_weight: &out[1..],
+            ..parameters
+        };
+        let text = MultiHead::self_attention(&config, short, 1, 2, &x)
+            .run()
+            .unwrap_err()
+            .to_string();
+        assert!(text.contains("out_weight") && text.contains("[2, 4]"), "{text}");
+    }
+
+    #[test]
     fn biases_are_added_and_checked() {
         let config = MultiHeadAttentionConfig::new(2, 1);
         let i = identity(2);

@@ -236,6 +236,16 @@ mod tests {
         uniform("v", &separate.v_proj_weight, (6.0f64 / 384.0).sqrt());
         assert_eq!((&separate.q_proj_bias, &separate.out_proj_bias), (&None, &None));
 
+        let grouped = config(128).num_kv_heads(1).with_head_dim(100);
+        let p = Parameters::init(&grouped, 1).unwrap();
+        let bound = (6.0f64 / (200.0 + 2.0 * 100.0 + 128.0)).sqrt();
+        uniform("q", &p.q_proj_weight, bound);
+        uniform("v", &p.v_proj_weight, bound);
+        uniform("out", &p.out_proj_weight, (1.0f64 / 200.0).sqrt());
+        let p = Parameters::init(&grouped.kdim(64), 1).unwrap();
+        uniform("q", &p.q_proj_weight, (6.0f64 / 328.0).sqrt());
+        uniform("k", &p.k_proj_weight, (6.0f64 / 164.0).sqrt());
+
         let mut squares = Vec::new();
         for seed in 0..40 {
             let p = Parameters::init(&config(130).add_bias_kv(true), seed).unwrap();

@@ -314,8 +314,8 @@ impl CheckpointInfo {
     /// The configuration of the layer that was found, everything else at its default.
     ///
     /// The size of a head and the number of key and value heads follow from the rows of the projections. They are
-    /// not checked here: what takes the configuration refuses a `num_heads` that does not divide the rows, but
-    /// no file tells a wrong one that does.
+    /// not checked here: [`from_safetensors`](Parameters::from_safetensors) refuses a `num_heads` that does not fit
+    /// the rows, but no file tells a wrong one that does.
     ///
     /// ```
     /// use multihead::{CheckpointNames, DType, MultiHeadAttentionConfig, Parameters};
@@ -340,8 +340,10 @@ impl CheckpointInfo {
         if self.q_size != self.embed_dim {
             config.head_dim = Some(head_dim);
         }
-        if self.kv_size != self.q_size {
-            config.num_kv_heads = self.kv_size.checked_div(head_dim).unwrap_or(0);
+        // Where nothing fits, the shapes that a reader of the file then wants tell more than a count made up here.
+        let fits = config.q_size() == self.q_size && self.kv_size.checked_rem(head_dim) == Some(0);
+        if fits {
+            config.num_kv_heads = self.kv_size / head_dim;
         }
         config
     }
