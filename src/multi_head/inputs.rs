@@ -177,7 +177,7 @@ impl<'a> MultiHeadOutputs<'a> {
     }
 }
 
-/// What [`MultiHeadAttention::forward`] computed.
+/// What [`MultiHeadAttention::forward`](crate::MultiHeadAttention::forward) computed.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct MultiHeadResult {

@@ -28,8 +28,8 @@ use crate::{
 ///
 /// Inputs are batch-first: `[B, L, E]`, or `[L, E]` without a batch. Boolean masks say their polarity
 /// themselves: PyTorch's `attn_mask` and `key_padding_mask`, whose `True` means "ignore", are
-/// [`Mask::ignore`]; `True` = "attend" is [`Mask::keep`]. PyTorch's three-axis mask `[B * H, L, S]` is
-/// `[B, H, L, S]` here.
+/// [`Mask::ignore`](crate::Mask::ignore); `True` = "attend" is [`Mask::keep`](crate::Mask::keep). PyTorch's
+/// three-axis mask `[B * H, L, S]` is `[B, H, L, S]` here.
 ///
 /// Beyond PyTorch's layer, several query heads may share one key head (`num_kv_heads`: grouped-query or multi-query
 /// attention), and a head may have a size of its own (`head_dim`), as in Llama and its kin.
