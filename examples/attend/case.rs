@@ -1112,6 +1112,42 @@ mod tests {
         }
     }
 
+    /// A layer whose parameters have the names of a checkpoint.
+    #[test]
+    fn a_checkpoint_is_read() {
+        let tensors: &[(&str, Dtype, &[usize])] = &[
+            ("query", Dtype::F32, &[1, 3, 6]),
+            ("l.q_proj.weight", Dtype::F32, &[8, 6]),
+            ("l.k_proj.weight", Dtype::F32, &[4, 6]),
+            ("l.v_proj.weight", Dtype::F32, &[4, 6]),
+            ("l.o_proj.weight", Dtype::F32, &[6, 8]),
+        ];
+        let read = |options: &str, tensors: &[(&str, Dtype, &[usize])]| {
+            let about = format!(r#"{{"op": "mha", "options": {{{options}}}}}"#);
+            Case::parse(&file(&about, tensors))
+        };
+        let right = r#""num_heads": 4, "kv_num_heads": 2, "checkpoint": "l""#;
+        let case = read(right, tensors).unwrap();
+        let Op::Layer(op) = &case.op else {
+            panic!("{:?}", case.op)
+        };
+        assert_eq!((op.config.num_kv_heads, op.config.head_dim()), (2, 2));
+        assert_eq!((op.config.bias, op.config.out_bias), (false, false));
+        for wrong in [
+            r#""num_heads": 4, "checkpoint": "l""#,
+            r#""num_heads": 8, "kv_num_heads": 2, "checkpoint": "l""#,
+            r#""num_heads": 4, "kv_num_heads": 2, "checkpoint": "m""#,
+            r#""num_heads": 4, "kv_num_heads": 2, "checkpoint": 1"#,
+            r#""num_heads": 4, "kv_num_heads": 2"#,
+        ] {
+            let error = read(wrong, tensors).unwrap_err();
+            assert!(matches!(error, CaseError::Bad(_)), "{wrong}: {error:?}");
+        }
+        let mut narrow = tensors.to_vec();
+        narrow[0].2 = &[1, 3, 4];
+        assert!(matches!(read(right, &narrow), Err(CaseError::Bad(_))));
+    }
+
     #[test]
     fn damaged_files_are_errors() {
         let good = file(ABOUT, SMALL);

@@ -15,7 +15,7 @@ use crate::{Error, MultiHeadAttentionConfig, Result};
 /// | | weights of q, k, v | their biases | output projection |
 /// |---|---|---|---|
 /// | [`PyTorch`](Self::PyTorch) | `in_proj_weight [3E, E]` | `in_proj_bias [3E]` | `out_proj.weight`, `out_proj.bias` |
-/// | [`PyTorchSeparate`](Self::PyTorchSeparate) | `q_proj_weight`, `k_proj_weight`, `v_proj_weight` | `in_proj_bias` | `out_proj.weight`, `out_proj.bias` |
+/// | [`PyTorchSeparate`](Self::PyTorchSeparate) | `q_proj_weight`, `k_proj_weight`, `v_proj_weight` | `in_proj_bias`, all three joined | `out_proj.weight`, `out_proj.bias` |
 /// | [`Bert`](Self::Bert) | `self.query.weight`, `self.key.weight`, `self.value.weight` | the same with `bias` | `output.dense.weight`, `output.dense.bias` |
 /// | [`Gpt2`](Self::Gpt2) | `c_attn.weight [E, 3E]` | `c_attn.bias [3E]` | `c_proj.weight`, `c_proj.bias` |
 /// | [`Llama`](Self::Llama) | `q_proj.weight`, `k_proj.weight`, `v_proj.weight` | the same with `bias` | `o_proj.weight`, `o_proj.bias` |
@@ -41,7 +41,7 @@ pub enum CheckpointNames {
     Gpt2,
     /// `LlamaAttention` of the transformers library and its kin (Llama, Mistral, Qwen2, ...); the prefix ends
     /// in `self_attn` (`model.layers.0.self_attn`). Keys and values may have fewer heads than queries, heads a
-    /// size of their own, and each projection its bias or none (Qwen2: all but the output).
+    /// size of their own; biases of the output go apart from those of q, k and v (Qwen2 has the latter alone).
     /// `rotary_emb.inv_freq`, which old files hold, is skipped. These models attend in causal order and turn
     /// queries and keys by their positions (rotary embedding), which no tensor tells.
     Llama,
