@@ -10,20 +10,32 @@ use crate::{AttentionOptions, DType, Error, Result};
 /// let config = MultiHeadAttentionConfig::new(512, 8).kdim(256).bias(false);
 /// assert_eq!(config.head_dim(), 64);
 /// assert_eq!(config.validate(), Ok(()));
+///
+/// // Grouped heads of a size of their own, as Llama and its kin have them.
+/// let config = MultiHeadAttentionConfig::new(5120, 32).num_kv_heads(8).with_head_dim(128).bias(false);
+/// assert_eq!((config.q_size(), config.kv_size()), (32 * 128, 8 * 128));
+/// assert_eq!(config.validate(), Ok(()));
 /// ```
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub struct MultiHeadAttentionConfig {
     /// Size of a query vector and of an output vector, E.
     pub embed_dim: usize,
-    /// Heads, H; `embed_dim % num_heads == 0`.
+    /// Query heads, H; `embed_dim % num_heads == 0` unless `head_dim` is set.
     pub num_heads: usize,
+    /// Key and value heads, Hkv; `num_heads` unless set, and a divisor of it. Query head `h` reads key head
+    /// `h / (num_heads / num_kv_heads)`.
+    pub num_kv_heads: usize,
+    /// Size of one head, D; `embed_dim / num_heads` if absent.
+    pub head_dim: Option<usize>,
     /// Size of a key vector; `embed_dim` unless set.
     pub kdim: usize,
     /// Size of a value vector; `embed_dim` unless set.
     pub vdim: usize,
-    /// Whether the four projections have a bias.
+    /// Whether the projections of queries, keys and values have a bias.
     pub bias: bool,
+    /// Whether the output projection has a bias.
+    pub out_bias: bool,
     /// Whether one learned key and value (`bias_k`, `bias_v`) follow the sequence.
     pub add_bias_kv: bool,
     /// Whether one key and value of zeros follow the sequence.
@@ -42,14 +54,29 @@ impl MultiHeadAttentionConfig {
         Self {
             embed_dim,
             num_heads,
+            num_kv_heads: num_heads,
+            head_dim: None,
             kdim: embed_dim,
             vdim: embed_dim,
             bias: true,
+            out_bias: true,
             add_bias_kv: false,
             add_zero_attn: false,
             dtype: DType::F32,
             attention: AttentionOptions::new(),
         }
+    }
+
+    /// Sets the number of key and value heads (grouped heads; 1: multi-query attention).
+    pub fn num_kv_heads(mut self, num_kv_heads: usize) -> Self {
+        self.num_kv_heads = num_kv_heads;
+        self
+    }
+
+    /// Sets the size of one head where it is not `embed_dim / num_heads`.
+    pub fn with_head_dim(mut self, head_dim: usize) -> Self {
+        self.head_dim = Some(head_dim);
+        self
     }
 
     /// Sets the size of a key vector (cross attention).
@@ -64,9 +91,17 @@ impl MultiHeadAttentionConfig {
         self
     }
 
-    /// Whether the projections have biases.
+    /// Whether the four projections have biases; [`out_bias`](Self::out_bias) behind it sets that of the
+    /// output apart.
     pub fn bias(mut self, bias: bool) -> Self {
         self.bias = bias;
+        self.out_bias = bias;
+        self
+    }
+
+    /// Whether the output projection has a bias.
+    pub fn out_bias(mut self, bias: bool) -> Self {
+        self.out_bias = bias;
         self
     }
 
@@ -94,9 +129,20 @@ impl MultiHeadAttentionConfig {
         self
     }
 
-    /// Size of one head, `embed_dim / num_heads`.
+    /// Size of one head, D: the one that was set, else `embed_dim / num_heads`.
     pub fn head_dim(&self) -> usize {
-        self.embed_dim.checked_div(self.num_heads).unwrap_or(0)
+        self.head_dim
+            .unwrap_or_else(|| self.embed_dim.checked_div(self.num_heads).unwrap_or(0))
+    }
+
+    /// Rows of the query projection, `num_heads * head_dim`: `embed_dim` unless `head_dim` is set.
+    pub fn q_size(&self) -> usize {
+        self.num_heads.saturating_mul(self.head_dim())
+    }
+
+    /// Rows of the key projection and of the value projection, `num_kv_heads * head_dim`.
+    pub fn kv_size(&self) -> usize {
+        self.num_kv_heads.saturating_mul(self.head_dim())
     }
 
     /// Keys that follow the sequence: `bias_k` and the key of zeros.
@@ -111,14 +157,29 @@ impl MultiHeadAttentionConfig {
     /// [`Error::Option`] with the numbers.
     pub fn validate(&self) -> Result<()> {
         let Self {
-            embed_dim, num_heads, ..
+            embed_dim,
+            num_heads,
+            num_kv_heads,
+            ..
         } = *self;
-        if embed_dim == 0 || num_heads == 0 || embed_dim % num_heads != 0 {
+        let divides = |divisor: usize, of: usize| of.checked_rem(divisor) == Some(0);
+        if embed_dim == 0 || num_heads == 0 || self.head_dim.is_none() && !divides(num_heads, embed_dim) {
             return Err(Error::Option(format!(
-                "embed_dim = {embed_dim}, num_heads = {num_heads}: both must be above 0 and embed_dim a multiple of num_heads"
+                "embed_dim = {embed_dim}, num_heads = {num_heads}: both must be above 0 and embed_dim a multiple of num_heads; heads of another size take .with_head_dim(size)"
             )));
         }
-        for (what, size) in [("embed_dim", embed_dim), ("kdim", self.kdim), ("vdim", self.vdim)] {
+        if !divides(num_kv_heads, num_heads) {
+            return Err(Error::Option(format!(
+                "num_kv_heads = {num_kv_heads}, num_heads = {num_heads}: num_heads must be a multiple of num_kv_heads, and that above 0"
+            )));
+        }
+        for (what, size) in [
+            ("embed_dim", embed_dim),
+            ("kdim", self.kdim),
+            ("vdim", self.vdim),
+            ("head_dim", self.head_dim()),
+            ("num_heads * head_dim", self.q_size()),
+        ] {
             if size == 0 || size > crate::shape::MAX_AXIS {
                 return Err(Error::Option(format!(
                     "{what} = {size}: must be between 1 and {}",

@@ -420,6 +420,14 @@ impl<'a> Batch<'a> {
 
     /// Binds everything, and only then records. On an error nothing is recorded.
     pub(crate) fn record(self, encoder: &mut wgpu::CommandEncoder) -> Result<()> {
+        let (gpu, dispatches) = (self.gpu, self.calls.len() as u64);
+        self.record_uncounted(encoder)?;
+        gpu.count_dispatches(dispatches);
+        Ok(())
+    }
+
+    /// [`Batch::record`] of dispatches that the caller did not ask for.
+    pub(crate) fn record_uncounted(self, encoder: &mut wgpu::CommandEncoder) -> Result<()> {
         let Self {
             gpu, params, calls, ..
         } = self;
@@ -465,7 +473,6 @@ impl<'a> Batch<'a> {
             pass.dispatch_workgroups(call.grid[0], call.grid[1], 1);
             pass.pop_debug_group();
         }
-        gpu.count_dispatches(calls.len() as u64);
         Ok(())
     }
 }

@@ -96,18 +96,24 @@ impl fmt::Display for Plan {
 /// Sums the bytes of buffers that a call has, and stands in for their tensors.
 pub(crate) struct Planned<'a> {
     gpu: &'a Gpu,
+    count: u64,
     pub(crate) bytes: u64,
 }
 
 impl<'a> Planned<'a> {
     pub(crate) fn new(gpu: &'a Gpu) -> Self {
-        Self { gpu, bytes: 0 }
+        Self {
+            gpu,
+            count: 0,
+            bytes: 0,
+        }
     }
 
     pub(crate) fn tensor(&mut self, dtype: DType, shape: &[usize]) -> Result<Tensor> {
         let bytes = Tensor::bytes(self.gpu, dtype, shape)?;
+        self.count += 1;
         self.bytes = self.bytes.saturating_add(bytes);
-        Tensor::planned(self.gpu, dtype, shape)
+        Tensor::planned(self.gpu, self.count, dtype, shape)
     }
 
     pub(crate) fn if_wanted(

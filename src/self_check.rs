@@ -71,7 +71,7 @@ fn operand(gpu: &Gpu, tensor: &Tensor) -> Result<Operand> {
 fn run(batch: Batch) -> Result<()> {
     let gpu = batch.gpu();
     let mut encoder = gpu.encoder();
-    batch.record(&mut encoder)?;
+    batch.record_uncounted(&mut encoder)?;
     gpu.submit(encoder)
 }
 

@@ -347,9 +347,10 @@ impl Tensor {
         })
     }
 
-    /// Stands for a tensor of this shape in a call that is planned and not run.
-    pub(crate) fn planned(gpu: &Gpu, dtype: DType, shape: &[usize]) -> Result<Self> {
-        Self::of_scratch(gpu, gpu.absent().clone(), 0, dtype, shape)
+    /// Stands for a tensor of this shape in a call that is planned and not run; `number` tells it from others.
+    pub(crate) fn planned(gpu: &Gpu, number: u64, dtype: DType, shape: &[usize]) -> Result<Self> {
+        let alignment = u64::from(gpu.limits().min_storage_buffer_offset_alignment).max(4);
+        Self::of_scratch(gpu, gpu.absent().clone(), number * alignment, dtype, shape)
     }
 
     /// Bytes of the buffer that a tensor of this type and shape gets.

@@ -5,7 +5,7 @@ mod file;
 mod init;
 mod names;
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
+#[allow(clippy::unwrap_used, clippy::panic)]
 mod tests;
 
 pub use names::{CheckpointInfo, CheckpointNames};
@@ -14,16 +14,20 @@ use crate::{Error, MultiHeadAttentionConfig, Result};
 
 /// Parameters of a multi-head attention layer in host memory, f32, in PyTorch's layout.
 ///
-/// A weight `[out, in]` is row-major, one row per output: `y = x W^T + b`. With `E = embed_dim`:
+/// A weight `[out, in]` is row-major, one row per output: `y = x W^T + b`. With `E = embed_dim`, heads of size
+/// `D = head_dim`, `H = num_heads` of them for queries and `Hkv = num_kv_heads` for keys and values (unless the
+/// configuration says otherwise, `H * D = Hkv * D = E`):
 ///
 /// | field | shape | present |
 /// |---|---|---|
-/// | `q_proj_weight` | `[E, E]` | always |
-/// | `k_proj_weight` | `[E, kdim]` | always |
-/// | `v_proj_weight` | `[E, vdim]` | always |
-/// | `out_proj_weight` | `[E, E]` | always |
-/// | `q_proj_bias`, `k_proj_bias`, `v_proj_bias`, `out_proj_bias` | `[E]` | if `bias` |
-/// | `bias_k`, `bias_v` | `[E]` | if `add_bias_kv` |
+/// | `q_proj_weight` | `[H * D, E]` | always |
+/// | `k_proj_weight` | `[Hkv * D, kdim]` | always |
+/// | `v_proj_weight` | `[Hkv * D, vdim]` | always |
+/// | `out_proj_weight` | `[E, H * D]` | always |
+/// | `q_proj_bias` | `[H * D]` | if `bias` |
+/// | `k_proj_bias`, `v_proj_bias` | `[Hkv * D]` | if `bias` |
+/// | `out_proj_bias` | `[E]` | if `out_bias` |
+/// | `bias_k`, `bias_v` | `[Hkv * D]` | if `add_bias_kv` |
 ///
 /// PyTorch's `in_proj_weight [3E, E]` is the three weights one below the other, q, k, v.
 ///
@@ -44,25 +48,25 @@ use crate::{Error, MultiHeadAttentionConfig, Result};
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub struct Parameters {
-    /// Weight of the query projection, `[E, E]`.
+    /// Weight of the query projection, `[H * D, E]`.
     pub q_proj_weight: Vec<f32>,
-    /// Weight of the key projection, `[E, kdim]`.
+    /// Weight of the key projection, `[Hkv * D, kdim]`.
     pub k_proj_weight: Vec<f32>,
-    /// Weight of the value projection, `[E, vdim]`.
+    /// Weight of the value projection, `[Hkv * D, vdim]`.
     pub v_proj_weight: Vec<f32>,
-    /// Bias of the query projection, `[E]`.
+    /// Bias of the query projection, `[H * D]`.
     pub q_proj_bias: Option<Vec<f32>>,
-    /// Bias of the key projection, `[E]`.
+    /// Bias of the key projection, `[Hkv * D]`.
     pub k_proj_bias: Option<Vec<f32>>,
-    /// Bias of the value projection, `[E]`.
+    /// Bias of the value projection, `[Hkv * D]`.
     pub v_proj_bias: Option<Vec<f32>>,
-    /// Weight of the output projection, `[E, E]`.
+    /// Weight of the output projection, `[E, H * D]`.
     pub out_proj_weight: Vec<f32>,
     /// Bias of the output projection, `[E]`.
     pub out_proj_bias: Option<Vec<f32>>,
-    /// The learned key that follows the sequence, after projection, `[E]`.
+    /// The learned key that follows the sequence, after projection, `[Hkv * D]`.
     pub bias_k: Option<Vec<f32>>,
-    /// The learned value that follows the sequence, after projection, `[E]`.
+    /// The learned value that follows the sequence, after projection, `[Hkv * D]`.
     pub bias_v: Option<Vec<f32>>,
 }
 
@@ -114,7 +118,8 @@ impl Part {
     fn option(self, config: &MultiHeadAttentionConfig) -> Option<(&'static str, bool)> {
         match self {
             Self::QWeight | Self::KWeight | Self::VWeight | Self::OutWeight => None,
-            Self::QBias | Self::KBias | Self::VBias | Self::OutBias => Some(("bias", config.bias)),
+            Self::QBias | Self::KBias | Self::VBias => Some(("bias", config.bias)),
+            Self::OutBias => Some(("out_bias", config.out_bias)),
             Self::BiasK | Self::BiasV => Some(("add_bias_kv", config.add_bias_kv)),
         }
     }
@@ -123,14 +128,65 @@ impl Part {
         self.option(config).is_none_or(|(_, on)| on)
     }
 
-    fn shape(self, config: &MultiHeadAttentionConfig) -> Vec<usize> {
-        let e = config.embed_dim;
+    fn shape(self, sizes: &Sizes) -> Vec<usize> {
         match self {
-            Self::QWeight | Self::OutWeight => vec![e, e],
-            Self::KWeight => vec![e, config.kdim],
-            Self::VWeight => vec![e, config.vdim],
-            _ => vec![e],
+            Self::QWeight => vec![sizes.q_size, sizes.embed_dim],
+            Self::KWeight => vec![sizes.kv_size, sizes.kdim],
+            Self::VWeight => vec![sizes.kv_size, sizes.vdim],
+            Self::OutWeight => vec![sizes.embed_dim, sizes.q_size],
+            Self::QBias => vec![sizes.q_size],
+            Self::OutBias => vec![sizes.embed_dim],
+            Self::KBias | Self::VBias | Self::BiasK | Self::BiasV => vec![sizes.kv_size],
         }
+    }
+}
+
+/// What the shapes of all arrays follow from. A file tells these, but not how many heads share the rows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Sizes {
+    embed_dim: usize,
+    q_size: usize,
+    kv_size: usize,
+    kdim: usize,
+    vdim: usize,
+}
+
+impl Sizes {
+    /// Whether queries, keys and values have one size throughout.
+    fn are_one(&self) -> bool {
+        [self.q_size, self.kv_size, self.kdim, self.vdim] == [self.embed_dim; 4]
+    }
+}
+
+impl From<&MultiHeadAttentionConfig> for Sizes {
+    fn from(config: &MultiHeadAttentionConfig) -> Self {
+        Self {
+            embed_dim: config.embed_dim,
+            q_size: config.q_size(),
+            kv_size: config.kv_size(),
+            kdim: config.kdim,
+            vdim: config.vdim,
+        }
+    }
+}
+
+impl std::fmt::Display for Sizes {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Self {
+            embed_dim,
+            q_size,
+            kv_size,
+            kdim,
+            vdim,
+        } = self;
+        write!(f, "embed_dim = {embed_dim}, kdim = {kdim}, vdim = {vdim}")?;
+        if [q_size, kv_size] != [embed_dim; 2] {
+            write!(
+                f,
+                ", num_heads * head_dim = {q_size}, num_kv_heads * head_dim = {kv_size}"
+            )?;
+        }
+        Ok(())
     }
 }
 
@@ -142,9 +198,10 @@ impl Parameters {
     /// [`Error::Option`] if `config` is not valid or the arrays do not fit this host's memory.
     pub fn zeros(config: &MultiHeadAttentionConfig) -> Result<Self> {
         config.validate()?;
+        let sizes = Sizes::from(config);
         let mut parameters = Self::empty();
         for part in Part::ALL.into_iter().filter(|part| part.wanted(config)) {
-            let shape = part.shape(config);
+            let shape = part.shape(&sizes);
             let refuse = || {
                 Error::Option(format!(
                     "{} {shape:?} in f32 does not fit this host's memory",
@@ -182,9 +239,10 @@ impl Parameters {
     /// ```
     pub fn validate(&self, config: &MultiHeadAttentionConfig) -> Result<()> {
         config.validate()?;
+        let sizes = Sizes::from(config);
         let mut problems = Vec::new();
         for part in Part::ALL {
-            let (name, shape) = (part.name(), part.shape(config));
+            let (name, shape) = (part.name(), part.shape(&sizes));
             match (self.get(part), part.option(config)) {
                 (Some(_), Some((option, false))) => problems.push(format!(
                     "{name} is given, while the config says {option} = false: set it to None or use .{option}(true)"

@@ -335,7 +335,7 @@ impl Case {
         let tokens = options.tokens()?;
         let op = match text("op").as_str() {
             "sdpa" => Op::Sdpa(read_sdpa(&mut inputs, &mut options)?),
-            "mha" => Op::Layer(read_layer(&mut inputs, &mut options)?),
+            "mha" => Op::Layer(read_layer(bytes, &mut inputs, &mut options)?),
             "packed" => Op::Packed(read_packed(&mut inputs, &mut options)?),
             other => return unsupported(format!("op {other:?}")),
         };
@@ -765,16 +765,14 @@ fn read_sdpa(inputs: &mut Inputs<'_>, options: &mut Options) -> Result<Sdpa> {
     })
 }
 
-fn read_layer(inputs: &mut Inputs<'_>, options: &mut Options) -> Result<Layer> {
+fn read_layer(bytes: &[u8], inputs: &mut Inputs<'_>, options: &mut Options) -> Result<Layer> {
     let Some(heads) = options.count("num_heads")? else {
         return bad("option \"num_heads\" is missing");
     };
-    if options
-        .count("kv_num_heads")?
-        .is_some_and(|kv_heads| kv_heads != heads)
-    {
-        return unsupported("a layer with fewer key heads");
-    }
+    let kv_heads = options.count("kv_num_heads")?.unwrap_or(heads);
+    let checkpoint = options.take("checkpoint", "a string", |value| {
+        value.as_str().map(str::to_owned)
+    })?;
     let average_weights = options.flag("average_weights")?;
     let add_zero_attn = options.flag("add_zero_attn")?;
     let attention = options.attention()?;
@@ -794,12 +792,61 @@ fn read_layer(inputs: &mut Inputs<'_>, options: &mut Options) -> Result<Layer> {
         ));
     }
     let ([batch, queries, embed], keys) = (q, k[1]);
-    let mut config = MultiHeadAttentionConfig::new(embed, heads)
-        .kdim(k[2])
-        .vdim(v[2])
-        .attention(attention);
+    let (mut config, parameters) = match checkpoint {
+        Some(prefix) => read_checkpoint(bytes, inputs, &prefix, heads)?,
+        None => {
+            let config = MultiHeadAttentionConfig::new(embed, heads).kdim(k[2]).vdim(v[2]);
+            read_parameters(inputs, config)?
+        }
+    };
+    config.attention = attention;
     config.add_zero_attn = add_zero_attn;
+    if [config.embed_dim, config.kdim, config.vdim] != [embed, k[2], v[2]] {
+        return bad(format!(
+            "query {q:?}, key {k:?} and value {v:?} do not fit a layer of embed_dim = {}, kdim = {}, vdim = {}",
+            config.embed_dim, config.kdim, config.vdim
+        ));
+    }
+    if config.num_kv_heads != kv_heads {
+        return bad(format!(
+            "the parameters are of {} key heads, option \"kv_num_heads\" says {kv_heads}",
+            config.num_kv_heads
+        ));
+    }
+    if let Err(error) = config.validate() {
+        return bad(error.to_string());
+    }
+    let size = config.head_dim();
+    checked(AttentionShape {
+        batch,
+        heads,
+        kv_heads,
+        queries,
+        keys: keys.saturating_add(config.extra_keys()),
+        head_dim: size,
+        value_dim: size,
+    })?;
+    let hiding = inputs.hiding(batch, keys)?;
+    Ok(Layer {
+        config,
+        parameters,
+        batch,
+        queries,
+        keys,
+        query,
+        key,
+        value,
+        hiding,
+        average_weights,
+    })
+}
 
+/// The parameters under the names of a layer in PyTorch, and what they tell about the layer.
+fn read_parameters(
+    inputs: &mut Inputs<'_>,
+    mut config: MultiHeadAttentionConfig,
+) -> Result<(MultiHeadAttentionConfig, Parameters)> {
+    let (embed, kdim, vdim) = (config.embed_dim, config.kdim, config.vdim);
     // How the file stores the weights is how the layer will hold them.
     let half = |view: &TensorView<'_>| view.dtype() == Dtype::F16;
     if inputs.0.get("out_proj.weight").is_some_and(half) {
@@ -810,7 +857,7 @@ fn read_layer(inputs: &mut Inputs<'_>, options: &mut Options) -> Result<Layer> {
         None => return bad(format!("{embed} is too large a size")),
     };
     let [q_weight, k_weight, v_weight] = match joined {
-        Some(joined) if k[2] == embed && v[2] == embed => thirds(&joined),
+        Some(joined) if kdim == embed && vdim == embed => thirds(&joined),
         Some(_) => return bad("\"in_proj_weight\" needs keys and values of the query's size"),
         None => {
             let mut one = |name: &str, size| match inputs.parameter(name, &[embed, size])? {
@@ -819,8 +866,8 @@ fn read_layer(inputs: &mut Inputs<'_>, options: &mut Options) -> Result<Layer> {
             };
             [
                 one("q_proj_weight", embed)?,
-                one("k_proj_weight", k[2])?,
-                one("v_proj_weight", v[2])?,
+                one("k_proj_weight", kdim)?,
+                one("v_proj_weight", vdim)?,
             ]
         }
     };
@@ -838,22 +885,9 @@ fn read_layer(inputs: &mut Inputs<'_>, options: &mut Options) -> Result<Layer> {
         (Some(k), Some(v)) => Some([k, v]),
         _ => return bad("one of \"bias_k\" and \"bias_v\" is missing"),
     };
-    config.bias = in_biases.is_some() || out_bias.is_some();
+    config.bias = in_biases.is_some();
+    config.out_bias = out_bias.is_some();
     config.add_bias_kv = bias_kv.is_some();
-    if let Err(error) = config.validate() {
-        return bad(error.to_string());
-    }
-    let size = config.head_dim();
-    checked(AttentionShape {
-        batch,
-        heads,
-        kv_heads: heads,
-        queries,
-        keys: keys.saturating_add(config.extra_keys()),
-        head_dim: size,
-        value_dim: size,
-    })?;
-    let hiding = inputs.hiding(batch, keys)?;
     let parameters = Parameters {
         q_weight,
         k_weight,
@@ -863,18 +897,39 @@ fn read_layer(inputs: &mut Inputs<'_>, options: &mut Options) -> Result<Layer> {
         out_bias,
         bias_kv,
     };
-    Ok(Layer {
-        config,
-        parameters,
-        batch,
-        queries,
-        keys,
-        query,
-        key,
-        value,
-        hiding,
-        average_weights,
-    })
+    Ok((config, parameters))
+}
+
+/// The parameters under `prefix` as the crate's own loader finds them.
+fn read_checkpoint(
+    bytes: &[u8],
+    inputs: &mut Inputs<'_>,
+    prefix: &str,
+    heads: usize,
+) -> Result<(MultiHeadAttentionConfig, Parameters)> {
+    let told = |error: multihead::Error| CaseError::Bad(error.to_string());
+    let config = multihead::Parameters::describe(bytes, prefix)
+        .map_err(told)?
+        .config(heads);
+    let found = multihead::Parameters::from_safetensors(&config, bytes, prefix).map_err(told)?;
+    let below = format!("{prefix}.");
+    inputs.0.retain(|name, _| !name.starts_with(&below));
+    let parameters = Parameters {
+        q_weight: found.q_proj_weight,
+        k_weight: found.k_proj_weight,
+        v_weight: found.v_proj_weight,
+        in_biases: match (found.q_proj_bias, found.k_proj_bias, found.v_proj_bias) {
+            (Some(q), Some(k), Some(v)) => Some([q, k, v]),
+            _ => None,
+        },
+        out_weight: found.out_proj_weight,
+        out_bias: found.out_proj_bias,
+        bias_kv: match (found.bias_k, found.bias_v) {
+            (Some(k), Some(v)) => Some([k, v]),
+            _ => None,
+        },
+    };
+    Ok((config, parameters))
 }
 
 /// Query's, key's and value's part of a joined parameter.
@@ -1058,6 +1113,42 @@ mod tests {
                 "{options}"
             );
         }
+    }
+
+    /// A layer whose parameters have the names of a checkpoint.
+    #[test]
+    fn a_checkpoint_is_read() {
+        let tensors: &[(&str, Dtype, &[usize])] = &[
+            ("query", Dtype::F32, &[1, 3, 6]),
+            ("l.q_proj.weight", Dtype::F32, &[8, 6]),
+            ("l.k_proj.weight", Dtype::F32, &[4, 6]),
+            ("l.v_proj.weight", Dtype::F32, &[4, 6]),
+            ("l.o_proj.weight", Dtype::F32, &[6, 8]),
+        ];
+        let read = |options: &str, tensors: &[(&str, Dtype, &[usize])]| {
+            let about = format!(r#"{{"op": "mha", "options": {{{options}}}}}"#);
+            Case::parse(&file(&about, tensors))
+        };
+        let right = r#""num_heads": 4, "kv_num_heads": 2, "checkpoint": "l""#;
+        let case = read(right, tensors).unwrap();
+        let Op::Layer(op) = &case.op else {
+            panic!("{:?}", case.op)
+        };
+        assert_eq!((op.config.num_kv_heads, op.config.head_dim()), (2, 2));
+        assert_eq!((op.config.bias, op.config.out_bias), (false, false));
+        for wrong in [
+            r#""num_heads": 4, "checkpoint": "l""#,
+            r#""num_heads": 8, "kv_num_heads": 2, "checkpoint": "l""#,
+            r#""num_heads": 4, "kv_num_heads": 2, "checkpoint": "m""#,
+            r#""num_heads": 4, "kv_num_heads": 2, "checkpoint": 1"#,
+            r#""num_heads": 4, "kv_num_heads": 2"#,
+        ] {
+            let error = read(wrong, tensors).unwrap_err();
+            assert!(matches!(error, CaseError::Bad(_)), "{wrong}: {error:?}");
+        }
+        let mut narrow = tensors.to_vec();
+        narrow[0].2 = &[1, 3, 4];
+        assert!(matches!(read(right, &narrow), Err(CaseError::Bad(_))));
     }
 
     #[test]

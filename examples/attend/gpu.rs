@@ -163,7 +163,7 @@ fn layer(gpu: &Gpu, op: &Layer, weights: bool, path: AttentionPath) -> Result<An
     Ok(answers)
 }
 
-/// The layer's parameters. A bias that the file leaves out while it has others is zero.
+/// The layer's parameters.
 fn parameters(op: &Layer) -> Result<Parameters> {
     let given = &op.parameters;
     let mut parameters = Parameters::zeros(&op.config)?;

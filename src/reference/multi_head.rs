@@ -3,28 +3,29 @@
 use super::{Attention, Mask, Real, check_len, join_keys, linear, merge_heads, split_heads};
 use crate::{AttentionShape, Causal, Error, MultiHeadAttentionConfig, Result};
 
-/// Parameters of a layer, in PyTorch's layout: `y = x W^T + b`.
+/// Parameters of a layer, in PyTorch's layout: `y = x W^T + b`. `H = num_heads`, `Hkv = num_kv_heads`, heads of
+/// size `D = head_dim`; unless the configuration says otherwise, `H * D = Hkv * D = E`.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct LayerParameters<'a> {
-    /// `[E, E]`.
+    /// `[H * D, E]`.
     pub q_weight: &'a [f32],
-    /// `[E, kdim]`.
+    /// `[Hkv * D, kdim]`.
     pub k_weight: &'a [f32],
-    /// `[E, vdim]`.
+    /// `[Hkv * D, vdim]`.
     pub v_weight: &'a [f32],
-    /// `[E]`.
+    /// `[H * D]`.
     pub q_bias: Option<&'a [f32]>,
-    /// `[E]`.
+    /// `[Hkv * D]`.
     pub k_bias: Option<&'a [f32]>,
-    /// `[E]`.
+    /// `[Hkv * D]`.
     pub v_bias: Option<&'a [f32]>,
-    /// `[E, E]`.
+    /// `[E, H * D]`.
     pub out_weight: &'a [f32],
     /// `[E]`.
     pub out_bias: Option<&'a [f32]>,
-    /// `[E]`, given exactly if the configuration says `add_bias_kv`.
+    /// `[Hkv * D]`, given exactly if the configuration says `add_bias_kv`.
     pub bias_k: Option<&'a [f32]>,
-    /// `[E]`, given exactly if the configuration says `add_bias_kv`.
+    /// `[Hkv * D]`, given exactly if the configuration says `add_bias_kv`.
     pub bias_v: Option<&'a [f32]>,
 }
 
@@ -32,9 +33,9 @@ pub struct LayerParameters<'a> {
 /// ([`torch.nn.MultiheadAttention`](https://docs.pytorch.org/docs/stable/generated/torch.nn.MultiheadAttention.html),
 /// batch first, no dropout):
 ///
-/// `output = concat_h(softmax(q_h k_h^T / sqrt(E / H)) v_h) W_out^T + b_out`, where `q_h`, `k_h` and `v_h`
-/// are the head's columns of the projected query, key and value. `bias_k`, `bias_v` follow the projected
-/// keys, a key and value of zeros follows those.
+/// `output = concat_h(softmax(q_h k_g^T / sqrt(D)) v_g) W_out^T + b_out`, where `q_h`, `k_g` and `v_g` are the
+/// head's columns of the projected query, key and value, `g = h / (H / Hkv)`. `bias_k`, `bias_v` follow the
+/// projected keys, a key and value of zeros follows those.
 ///
 /// ```
 /// use multihead::MultiHeadAttentionConfig;
@@ -168,49 +169,57 @@ impl<'a, T: Real> MultiHead<'a, T> {
         } = *self;
         config.validate()?;
         self.check_optional()?;
-        let (embed, heads, size) = (config.embed_dim, config.num_heads, config.head_dim());
+        let (embed, size) = (config.embed_dim, config.head_dim());
+        let (heads, kv_heads) = (config.num_heads, config.num_kv_heads);
         check_len("query", self.query.len(), &[batch, queries, embed])?;
         check_len("key", self.key.len(), &[batch, keys, config.kdim])?;
         check_len("value", self.value.len(), &[batch, keys, config.vdim])?;
 
-        let project = |what: &str, x: &[T], weight: &[f32], bias: Option<&[f32]>, rows, inputs| {
-            check_len(what, weight.len(), &[embed, inputs])?;
+        let project = |what: &str,
+                       x: &[T],
+                       weight: &[f32],
+                       bias: Option<&[f32]>,
+                       rows,
+                       [outputs, inputs]: [usize; 2]| {
+            check_len(what, weight.len(), &[outputs, inputs])?;
             let (weight, bias) = (lift::<T>(weight), bias.map(lift::<T>));
-            linear(x, &weight, bias.as_deref(), rows, inputs, embed)
+            linear(x, &weight, bias.as_deref(), rows, inputs, outputs)
         };
         let p = parameters;
+        let (q_size, kv_size) = (config.q_size(), config.kv_size());
+        let (q_rows, k_rows) = (batch * queries, batch * keys);
         let q = project(
             "q_weight",
             self.query,
             p.q_weight,
             p.q_bias,
-            batch * queries,
-            embed,
+            q_rows,
+            [q_size, embed],
         )?;
         let k = project(
             "k_weight",
             self.key,
             p.k_weight,
             p.k_bias,
-            batch * keys,
-            config.kdim,
+            k_rows,
+            [kv_size, config.kdim],
         )?;
         let v = project(
             "v_weight",
             self.value,
             p.v_weight,
             p.v_bias,
-            batch * keys,
-            config.vdim,
+            k_rows,
+            [kv_size, config.vdim],
         )?;
 
         let extra = config.extra_keys();
         let q = split_heads(&q, batch, queries, heads, size)?;
-        // A row of [B, H] is followed by its head's part of the extra keys.
+        // A row of [B, Hkv] is followed by its head's part of the extra keys.
         let append = |x: Vec<T>, learned: Option<&[f32]>| {
-            let x = split_heads(&x, batch, keys, heads, size)?;
-            let mut tail = Vec::with_capacity(batch * heads * extra * size);
-            for head in (0..batch).flat_map(|_| 0..heads) {
+            let x = split_heads(&x, batch, keys, kv_heads, size)?;
+            let mut tail = Vec::with_capacity(batch * kv_heads * extra * size);
+            for head in (0..batch).flat_map(|_| 0..kv_heads) {
                 if let Some(learned) = learned {
                     tail.extend(lift::<T>(&learned[head * size..][..size]));
                 }
@@ -218,7 +227,7 @@ impl<'a, T: Real> MultiHead<'a, T> {
                     tail.extend(std::iter::repeat_n(T::ZERO, size));
                 }
             }
-            join_keys(&x, &tail, batch * heads, keys, extra, size)
+            join_keys(&x, &tail, batch * kv_heads, keys, extra, size)
         };
         let k = append(k, p.bias_k)?;
         let v = append(v, p.bias_v)?;
@@ -230,7 +239,7 @@ impl<'a, T: Real> MultiHead<'a, T> {
         let shape = AttentionShape {
             batch,
             heads,
-            kv_heads: heads,
+            kv_heads,
             queries,
             keys: keys + extra,
             head_dim: size,
@@ -253,8 +262,8 @@ impl<'a, T: Real> MultiHead<'a, T> {
             &merged,
             p.out_weight,
             p.out_bias,
-            batch * queries,
-            embed,
+            q_rows,
+            [embed, q_size],
         )?;
         Ok(LayerOutput {
             output,
@@ -263,27 +272,29 @@ impl<'a, T: Real> MultiHead<'a, T> {
         })
     }
 
-    /// Biases and `bias_k`, `bias_v`: there exactly when the configuration says so, `[E]` each.
+    /// Biases and `bias_k`, `bias_v`: there exactly when the configuration says so, one number per row.
     fn check_optional(&self) -> Result<()> {
         let (config, p) = (self.config, &self.parameters);
-        for (what, given, expected) in [
-            ("q_bias", p.q_bias, config.bias),
-            ("k_bias", p.k_bias, config.bias),
-            ("v_bias", p.v_bias, config.bias),
-            ("out_bias", p.out_bias, config.bias),
-            ("bias_k", p.bias_k, config.add_bias_kv),
-            ("bias_v", p.bias_v, config.add_bias_kv),
+        let (q_size, kv_size) = (config.q_size(), config.kv_size());
+        for (what, given, expected, size) in [
+            ("q_bias", p.q_bias, config.bias, q_size),
+            ("k_bias", p.k_bias, config.bias, kv_size),
+            ("v_bias", p.v_bias, config.bias, kv_size),
+            ("out_bias", p.out_bias, config.out_bias, config.embed_dim),
+            ("bias_k", p.bias_k, config.add_bias_kv, kv_size),
+            ("bias_v", p.bias_v, config.add_bias_kv, kv_size),
         ] {
             match given {
-                Some(given) if expected => check_len(what, given.len(), &[config.embed_dim])?,
+                Some(given) if expected => check_len(what, given.len(), &[size])?,
                 None if !expected => {}
                 // A layer may have some biases alone: the missing ones are zeros.
                 None if what.ends_with("_bias") => {}
                 _ => {
                     return Err(Error::Option(format!(
-                        "{what} is {}, but the configuration has bias = {}, add_bias_kv = {}",
+                        "{what} is {}, but the configuration has bias = {}, out_bias = {}, add_bias_kv = {}",
                         if given.is_some() { "given" } else { "missing" },
                         config.bias,
+                        config.out_bias,
                         config.add_bias_kv
                     )));
                 }
@@ -357,6 +368,38 @@ mod tests {
         let causal = layer.run().unwrap();
         assert_eq!(causal.weights[1], 0.0);
         assert!(causal.weights[0] > 0.5 && causal.weights[2] == causal.weights[3]);
+    }
+
+    #[test]
+    fn query_heads_share_key_heads() {
+        // Four heads of one number over two key heads: queries of zeros give the mean of the head's values.
+        let config = MultiHeadAttentionConfig::new(2, 4)
+            .num_kv_heads(2)
+            .with_head_dim(1)
+            .bias(false);
+        let i = identity(2);
+        // The output sums heads 0 and 1 into the first column, 2 and 3 into the second.
+        let out = [1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0];
+        let parameters = LayerParameters::new(&[0.0; 8], &i, &i, &out);
+        let x = [1.0f64, 10.0, 3.0, 30.0];
+        let answer = MultiHead::self_attention(&config, parameters, 1, 2, &x)
+            .run()
+            .unwrap();
+        assert_eq!(answer.output, [4.0, 40.0, 4.0, 40.0]);
+        assert_eq!(
+            (answer.shape.heads, answer.shape.kv_heads, answer.shape.head_dim),
+            (4, 2, 1)
+        );
+        assert_eq!(answer.weights, [0.5; 16]);
+        let short = LayerParameters {
+            out_weight: &out[1..],
+            ..parameters
+        };
+        let text = MultiHead::self_attention(&config, short, 1, 2, &x)
+            .run()
+            .unwrap_err()
+            .to_string();
+        assert!(text.contains("out_weight") && text.contains("[2, 4]"), "{text}");
     }
 
     #[test]

@@ -7,7 +7,7 @@ use safetensors::tensor::{Dtype, TensorView};
 
 use super::file::{axes, clip, open};
 use super::names::{Layer, dotted};
-use super::{CheckpointNames, Parameters};
+use super::{CheckpointNames, Parameters, Sizes};
 use crate::{DType, Error, MultiHeadAttentionConfig, Result};
 
 /// Unknown tensors that a message names one by one; the rest are counted.
@@ -18,8 +18,8 @@ impl Parameters {
     ///
     /// `prefix` is what stands before the names of [`CheckpointNames`], with or without its last dot, and
     /// empty if the file holds the layer alone. Tensors outside it are ignored. The naming is found out
-    /// ([`CheckpointNames::detect`] tells which); with BERT names `kdim` and `vdim` may differ from
-    /// `embed_dim` as cross-attention layers in that style have it, and `output.LayerNorm.*` is skipped.
+    /// ([`CheckpointNames::detect`] tells which, [`describe`](Self::describe) the sizes as well); with BERT and Llama
+    /// names `kdim` and `vdim` may differ from `embed_dim` as cross-attention layers in that style have it.
     ///
     /// F32, F16 and BF16 become f32 without loss; F64 is rounded to the nearest f32. NaN and infinities are
     /// taken as they are. `config.dtype` plays no part here: it is the type on the GPU.
@@ -30,7 +30,7 @@ impl Parameters {
     /// - `bytes` is no valid safetensors file,
     /// - no attention layer lies under `prefix`: the message lists the prefixes that have one,
     /// - tensors are missing, of another shape or type, of a value beyond f32, unknown, or contradict
-    ///   `bias` and `add_bias_kv`: the message lists them all with what was found and what is wanted.
+    ///   `bias`, `out_bias` and `add_bias_kv`: the message lists them all with what was found and what is wanted.
     ///
     /// ```
     /// use multihead::{CheckpointNames, DType, MultiHeadAttentionConfig, Parameters};
@@ -61,13 +61,13 @@ impl Parameters {
             let Some(view) = layer.tensors.get(stored.name) else {
                 continue;
             };
-            // A joined weight is cut by rows, and all its parts have the same number of them.
-            let length = view.data().len() / stored.parts.len().max(1);
-            for (&part, bytes) in stored.parts.iter().zip(view.data().chunks_exact(length.max(1))) {
-                match decode(view.dtype(), bytes) {
-                    Ok(values) => parameters.set(part, values),
-                    Err(problem) => problems.push(format!("{} {problem}", layer.full_name(stored.name))),
+            match decode(view.dtype(), view.data()) {
+                Ok(values) => {
+                    for (part, values) in stored.cut(values, &Sizes::from(config)) {
+                        parameters.set(part, values);
+                    }
                 }
+                Err(problem) => problems.push(format!("{} {problem}", layer.full_name(stored.name))),
             }
         }
         if !problems.is_empty() {
@@ -87,8 +87,9 @@ impl Parameters {
     ///
     /// [`Error::Option`] or [`Error::Shape`] if the parameters do not fit `config`; [`Error::DType`] for a
     /// `dtype` other than F32 and F16; [`Error::Checkpoint`] if
-    /// - `names` has no place for the layer: [`CheckpointNames::PyTorch`] wants `kdim` and `vdim` equal to
-    ///   `embed_dim`, [`CheckpointNames::Bert`] as well, and it has no `bias_k` and `bias_v`,
+    /// - `names` has no place for the layer: [`CheckpointNames::PyTorch`], [`CheckpointNames::Bert`] and
+    ///   [`CheckpointNames::Gpt2`] want projections of one size, `kdim = vdim = embed_dim` and no grouped heads,
+    ///   and all but PyTorch's have no `bias_k` and `bias_v`,
     /// - a finite value is beyond the largest f16, 65504.
     ///
     /// ```
@@ -118,17 +119,12 @@ impl Parameters {
                 )));
             }
         };
-        let mut problems: Vec<String> = names.lacks(config).into_iter().collect();
-        let MultiHeadAttentionConfig {
-            embed_dim,
-            kdim,
-            vdim,
-            ..
-        } = *config;
-        if names == CheckpointNames::Bert && (kdim != embed_dim || vdim != embed_dim) {
+        let sizes = Sizes::from(config);
+        let mut problems: Vec<String> = names.lacks(&sizes, config.add_bias_kv).into_iter().collect();
+        if names == CheckpointNames::Bert && [sizes.kdim, sizes.vdim] != [sizes.embed_dim; 2] {
             // A reader of such a file would build its layer from one hidden size.
             problems.push(format!(
-                "BERT layers have one size, while the config has embed_dim = {embed_dim}, kdim = {kdim}, vdim = {vdim}: use CheckpointNames::PyTorchSeparate"
+                "BERT layers have one size, while the config has {sizes}: use CheckpointNames::PyTorchSeparate"
             ));
         }
         let mut tensors = Vec::new();
@@ -137,9 +133,11 @@ impl Parameters {
             .iter()
             .filter(|stored| stored.option(config).is_none_or(|(_, on)| on))
         {
-            let values = || stored.parts.iter().filter_map(|&part| self.get(part)).flatten();
+            let arrays = stored.parts.iter().filter_map(|&part| self.get(part));
+            let values = stored.join(arrays.flatten().copied().collect(), &sizes);
             if dtype == DType::F16 {
-                if let Some(value) = values().find(|x| x.is_finite() && f16::from_f32(**x).is_infinite()) {
+                let overflows = |x: &&f32| x.is_finite() && f16::from_f32(**x).is_infinite();
+                if let Some(value) = values.iter().find(overflows) {
                     problems.push(format!(
                         "{} holds {value}, beyond the largest f16: use F32",
                         stored.name
@@ -147,12 +145,15 @@ impl Parameters {
                 }
             }
             let bytes: Vec<u8> = match dtype {
-                DType::F16 => values().flat_map(|&x| f16::from_f32(x).to_le_bytes()).collect(),
-                _ => values().flat_map(|x| x.to_le_bytes()).collect(),
+                DType::F16 => values
+                    .iter()
+                    .flat_map(|&x| f16::from_f32(x).to_le_bytes())
+                    .collect(),
+                _ => values.iter().flat_map(|x| x.to_le_bytes()).collect(),
             };
             tensors.push((
                 format!("{}{}", dotted(prefix), stored.name),
-                stored.shape(config),
+                stored.shape(&sizes),
                 bytes,
             ));
         }
@@ -179,10 +180,15 @@ impl Parameters {
 /// Everything in which the layer's tensors differ from what `config` wants.
 fn problems(layer: &Layer<'_>, config: &MultiHeadAttentionConfig) -> Vec<String> {
     const TYPES: &str = "F32, F16, BF16 or F64";
-    let mut problems: Vec<String> = layer.names.lacks(config).into_iter().collect();
+    let sizes = Sizes::from(config);
+    let mut problems: Vec<String> = layer
+        .names
+        .lacks(&sizes, config.add_bias_kv)
+        .into_iter()
+        .collect();
     let known = layer.names.tensors();
     for stored in known {
-        let (name, wanted) = (layer.full_name(stored.name), stored.shape(config));
+        let (name, wanted) = (layer.full_name(stored.name), stored.shape(&sizes));
         match (layer.tensors.get(stored.name), stored.option(config)) {
             (Some(view), Some((option, false))) => problems.push(format!(
                 "{name} {} {} is in the file, while the config says {option} = false: use .{option}(true)",
@@ -221,12 +227,9 @@ fn problems(layer: &Layer<'_>, config: &MultiHeadAttentionConfig) -> Vec<String>
     }
     // The sizes of the file are what most users need in order to repair the call.
     if let Some(info) = layer.info().ok().filter(|_| !problems.is_empty()) {
-        let sizes = (info.embed_dim, info.kdim, info.vdim);
-        if sizes != (config.embed_dim, config.kdim, config.vdim) {
-            problems.push(format!(
-                "the file's sizes are those of embed_dim = {}, kdim = {}, vdim = {}",
-                sizes.0, sizes.1, sizes.2
-            ));
+        let found = Sizes::from(&info);
+        if found != sizes {
+            problems.push(format!("the file's sizes are those of {found}"));
         }
     }
     problems

@@ -8,21 +8,22 @@
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng as _, SeedableRng as _};
 
-use super::Parameters;
+use super::{Parameters, Sizes};
 use crate::{MultiHeadAttentionConfig, Result};
 
 impl Parameters {
     /// Seeded random parameters in the distributions of `torch.nn.MultiheadAttention`.
     ///
-    /// With `E = embed_dim` and U(b) uniform on (-b, b):
+    /// With `E = embed_dim`, `Q = num_heads * head_dim`, `K = num_kv_heads * head_dim` (both `E` in PyTorch) and U(b)
+    /// uniform on (-b, b):
     ///
     /// | parameter | distribution |
     /// |---|---|
-    /// | q, k, v weights if `kdim = vdim = E` | U(sqrt(6 / (3E + E))): Xavier over the packed `[3E, E]` |
-    /// | q, k, v weights otherwise | U(sqrt(6 / (E + in))), `in` = E, `kdim`, `vdim`: Xavier one by one |
-    /// | `out_proj_weight` | U(1 / sqrt(E)), what `torch.nn.Linear` starts with |
+    /// | q, k, v weights if `kdim = vdim = E` | U(sqrt(6 / (Q + 2K + E))): Xavier over the packed `[Q + 2K, E]` |
+    /// | q, k, v weights otherwise | U(sqrt(6 / (out + in))), `out` = Q, K, K, `in` = E, `kdim`, `vdim`: Xavier one by one |
+    /// | `out_proj_weight` | U(1 / sqrt(Q)), what `torch.nn.Linear` starts with |
     /// | all four biases | 0 |
-    /// | `bias_k`, `bias_v` | normal, mean 0, standard deviation 1 / sqrt(E) |
+    /// | `bias_k`, `bias_v` | normal, mean 0, standard deviation 1 / sqrt(K) |
     ///
     /// The distributions are PyTorch's, the numbers are not: they are this crate's own, and the same for a
     /// seed on every platform and in every version. The generator is ChaCha8 with the key `seed` (8 bytes,
@@ -47,32 +48,33 @@ impl Parameters {
     pub fn init(config: &MultiHeadAttentionConfig, seed: u64) -> Result<Self> {
         let mut parameters = Self::zeros(config)?;
         let mut random = Random::new(seed);
-        let MultiHeadAttentionConfig {
+        let Sizes {
             embed_dim: e,
+            q_size,
+            kv_size,
             kdim,
             vdim,
-            ..
-        } = *config;
+        } = Sizes::from(config);
         let xavier = |fan_in: usize, fan_out: usize| (6.0 / (fan_in as f64 + fan_out as f64)).sqrt();
         let (q, k, v) = if kdim == e && vdim == e {
-            // PyTorch draws one [3E, E] matrix here, so the fan-out is 3E.
-            let bound = xavier(e, 3 * e);
+            // PyTorch draws one [3E, E] matrix here, so the fan-out is that of all three.
+            let bound = xavier(e, q_size + 2 * kv_size);
             (bound, bound, bound)
         } else {
-            (xavier(e, e), xavier(kdim, e), xavier(vdim, e))
+            (xavier(e, q_size), xavier(kdim, kv_size), xavier(vdim, kv_size))
         };
         random.uniform(&mut parameters.q_proj_weight, q);
         random.uniform(&mut parameters.k_proj_weight, k);
         random.uniform(&mut parameters.v_proj_weight, v);
-        // kaiming_uniform with a = sqrt(5): sqrt(6 / ((1 + 5) E)).
-        random.uniform(&mut parameters.out_proj_weight, (1.0 / e as f64).sqrt());
-        // xavier_normal over [1, 1, E]: PyTorch counts axis 2 as the receptive field, so both fans are E
-        // and the deviation is sqrt(2 / (E + E)).
+        // kaiming_uniform with a = sqrt(5): sqrt(6 / ((1 + 5) fan_in)).
+        random.uniform(&mut parameters.out_proj_weight, (1.0 / q_size as f64).sqrt());
+        // xavier_normal over [1, 1, K]: PyTorch counts axis 2 as the receptive field, so both fans are K
+        // and the deviation is sqrt(2 / (K + K)).
         for values in [&mut parameters.bias_k, &mut parameters.bias_v]
             .into_iter()
             .flatten()
         {
-            random.normal(values, (1.0 / e as f64).sqrt());
+            random.normal(values, (1.0 / kv_size as f64).sqrt());
         }
         Ok(parameters)
     }
@@ -233,6 +235,16 @@ mod tests {
         uniform("k", &separate.k_proj_weight, (6.0f64 / 192.0).sqrt());
         uniform("v", &separate.v_proj_weight, (6.0f64 / 384.0).sqrt());
         assert_eq!((&separate.q_proj_bias, &separate.out_proj_bias), (&None, &None));
+
+        let grouped = config(128).num_kv_heads(1).with_head_dim(100);
+        let p = Parameters::init(&grouped, 1).unwrap();
+        let bound = (6.0f64 / (200.0 + 2.0 * 100.0 + 128.0)).sqrt();
+        uniform("q", &p.q_proj_weight, bound);
+        uniform("v", &p.v_proj_weight, bound);
+        uniform("out", &p.out_proj_weight, (1.0f64 / 200.0).sqrt());
+        let p = Parameters::init(&grouped.kdim(64), 1).unwrap();
+        uniform("q", &p.q_proj_weight, (6.0f64 / 328.0).sqrt());
+        uniform("k", &p.k_proj_weight, (6.0f64 / 164.0).sqrt());
 
         let mut squares = Vec::new();
         for seed in 0..40 {

@@ -6,29 +6,45 @@ use safetensors::SafeTensors;
 use safetensors::tensor::TensorView;
 
 use super::file::{axes, clip, open};
-use super::{Parameters, Part};
-use crate::shape::MAX_AXIS;
+use super::{Parameters, Part, Sizes};
+use crate::shape::{MAX_AXIS, product};
 use crate::{Error, MultiHeadAttentionConfig, Result};
 
 /// How a checkpoint names the tensors of an attention layer; each name stands behind the layer's prefix.
 ///
-/// | | [`PyTorch`](Self::PyTorch) | [`PyTorchSeparate`](Self::PyTorchSeparate) | [`Bert`](Self::Bert) |
+/// | | weights of q, k, v | their biases | output projection |
 /// |---|---|---|---|
-/// | weights | `in_proj_weight [3E, E]` | `q_proj_weight [E, E]`, `k_proj_weight [E, kdim]`, `v_proj_weight [E, vdim]` | `self.query.weight`, `self.key.weight`, `self.value.weight` |
-/// | biases | `in_proj_bias [3E]` | `in_proj_bias [3E]` | `self.query.bias`, `self.key.bias`, `self.value.bias` `[E]` |
-/// | output `[E, E]`, `[E]` | `out_proj.weight`, `out_proj.bias` | the same | `output.dense.weight`, `output.dense.bias` |
-/// | extra key, value | `bias_k`, `bias_v` `[1, 1, E]` | the same | none |
+/// | [`PyTorch`](Self::PyTorch) | `in_proj_weight [3E, E]` | `in_proj_bias [3E]` | `out_proj.weight`, `out_proj.bias` |
+/// | [`PyTorchSeparate`](Self::PyTorchSeparate) | `q_proj_weight`, `k_proj_weight`, `v_proj_weight` | `in_proj_bias`, all three joined | `out_proj.weight`, `out_proj.bias` |
+/// | [`Bert`](Self::Bert) | `self.query.weight`, `self.key.weight`, `self.value.weight` | the same with `bias` | `output.dense.weight`, `output.dense.bias` |
+/// | [`Gpt2`](Self::Gpt2) | `c_attn.weight [E, 3E]` | `c_attn.bias [3E]` | `c_proj.weight`, `c_proj.bias` |
+/// | [`Llama`](Self::Llama) | `q_proj.weight`, `k_proj.weight`, `v_proj.weight` | the same with `bias` | `o_proj.weight`, `o_proj.bias` |
+///
+/// Where no shape is given it is that of [`Parameters`]. PyTorch's layers may have `bias_k` and `bias_v` of
+/// `[1, 1, E]` as well.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum CheckpointNames {
     /// `torch.nn.MultiheadAttention` whose keys and values have the size of the queries.
     PyTorch,
-    /// `torch.nn.MultiheadAttention` with its own `kdim` or `vdim`.
+    /// `torch.nn.MultiheadAttention` with its own `kdim` or `vdim`. Every layer of this crate can be written
+    /// under these names; PyTorch itself has neither `num_kv_heads` nor `head_dim`.
     PyTorchSeparate,
     /// `BertAttention` of the transformers library (BERT, RoBERTa, MiniLM, ...); the prefix ends in
     /// `attention`. `output.LayerNorm.*` lies under the same prefix but acts after the layer, on the sum
     /// with the layer's input: it is no part of attention and is skipped.
     Bert,
+    /// `GPT2Attention` of the transformers library; the prefix ends in `attn` (`h.0.attn`). Weights are stored
+    /// transposed, `[in, out]`, as its `Conv1D` has them. The causal mask that old files hold as `bias` and
+    /// `masked_bias` is skipped. The model attends in causal order, which no tensor tells: set
+    /// [`Causal::TopLeft`](crate::Causal::TopLeft).
+    Gpt2,
+    /// `LlamaAttention` of the transformers library and its kin (Llama, Mistral, Qwen2, ...); the prefix ends
+    /// in `self_attn` (`model.layers.0.self_attn`). Keys and values may have fewer heads than queries, heads a
+    /// size of their own; biases of the output go apart from those of q, k and v (Qwen2 has the latter alone).
+    /// `rotary_emb.inv_freq`, which old files hold, is skipped. These models attend in causal order and turn
+    /// queries and keys by their positions (rotary embedding), which no tensor tells.
+    Llama,
 }
 
 /// One tensor of a checkpoint and the arrays that it holds one below the other.
@@ -36,10 +52,24 @@ pub enum CheckpointNames {
 pub(super) struct Stored {
     pub(super) name: &'static str,
     pub(super) parts: &'static [Part],
+    /// Whether the file has it as `[in, out]`, its arrays side by side.
+    transposed: bool,
 }
 
 const fn stored(name: &'static str, parts: &'static [Part]) -> Stored {
-    Stored { name, parts }
+    Stored {
+        name,
+        parts,
+        transposed: false,
+    }
+}
+
+const fn transposed(name: &'static str, parts: &'static [Part]) -> Stored {
+    Stored {
+        name,
+        parts,
+        transposed: true,
+    }
 }
 
 const IN_PROJ_BIAS: Stored = stored("in_proj_bias", &[Part::QBias, Part::KBias, Part::VBias]);
@@ -77,16 +107,68 @@ static BERT: [Stored; 8] = [
     stored("output.dense.bias", &[Part::OutBias]),
 ];
 
+static GPT2: [Stored; 4] = [
+    transposed("c_attn.weight", &[Part::QWeight, Part::KWeight, Part::VWeight]),
+    stored("c_attn.bias", &[Part::QBias, Part::KBias, Part::VBias]),
+    transposed("c_proj.weight", &[Part::OutWeight]),
+    stored("c_proj.bias", &[Part::OutBias]),
+];
+static LLAMA: [Stored; 8] = [
+    stored("q_proj.weight", &[Part::QWeight]),
+    stored("k_proj.weight", &[Part::KWeight]),
+    stored("v_proj.weight", &[Part::VWeight]),
+    stored("q_proj.bias", &[Part::QBias]),
+    stored("k_proj.bias", &[Part::KBias]),
+    stored("v_proj.bias", &[Part::VBias]),
+    stored("o_proj.weight", &[Part::OutWeight]),
+    stored("o_proj.bias", &[Part::OutBias]),
+];
+
 impl Stored {
-    pub(super) fn shape(&self, config: &MultiHeadAttentionConfig) -> Vec<usize> {
-        match self.parts {
-            [Part::BiasK | Part::BiasV] => vec![1, 1, config.embed_dim],
-            [first, ..] => {
-                let mut shape = first.shape(config);
-                shape[0] *= self.parts.len();
-                shape
-            }
-            [] => Vec::new(),
+    /// Its shape in a file.
+    pub(super) fn shape(&self, sizes: &Sizes) -> Vec<usize> {
+        let mut shape = match self.parts {
+            [Part::BiasK | Part::BiasV] => vec![1, 1, sizes.kv_size],
+            _ => self.rows(sizes),
+        };
+        if self.transposed {
+            shape.reverse();
+        }
+        shape
+    }
+
+    /// Shape of its arrays one below the other.
+    fn rows(&self, sizes: &Sizes) -> Vec<usize> {
+        let mut shapes = self.parts.iter().map(|part| part.shape(sizes));
+        let mut joined = shapes.next().unwrap_or_default();
+        for shape in shapes {
+            joined[0] = joined[0].saturating_add(shape[0]);
+        }
+        joined
+    }
+
+    /// Cuts the values of a file's tensor into its arrays.
+    pub(super) fn cut(&self, values: Vec<f32>, sizes: &Sizes) -> Vec<(Part, Vec<f32>)> {
+        let mut rest = if self.transposed {
+            transpose(&values, &self.shape(sizes))
+        } else {
+            values
+        };
+        let mut arrays = Vec::with_capacity(self.parts.len());
+        for &part in self.parts {
+            let length = product(&part.shape(sizes)).min(rest.len() as u64) as usize;
+            let next = rest.split_off(length);
+            arrays.push((part, std::mem::replace(&mut rest, next)));
+        }
+        arrays
+    }
+
+    /// Joins arrays, given one behind the other, into the values of a file's tensor.
+    pub(super) fn join(&self, values: Vec<f32>, sizes: &Sizes) -> Vec<f32> {
+        if self.transposed {
+            transpose(&values, &self.rows(sizes))
+        } else {
+            values
         }
     }
 
@@ -102,8 +184,22 @@ impl Stored {
     }
 }
 
+/// A row-major matrix of this shape turned on its side.
+fn transpose(values: &[f32], shape: &[usize]) -> Vec<f32> {
+    let columns = shape.get(1).copied().unwrap_or(1);
+    (0..columns)
+        .flat_map(|column| values.iter().skip(column).step_by(columns).copied())
+        .collect()
+}
+
 impl CheckpointNames {
-    const ALL: [Self; 3] = [Self::PyTorch, Self::PyTorchSeparate, Self::Bert];
+    pub(super) const ALL: [Self; 5] = [
+        Self::PyTorch,
+        Self::PyTorchSeparate,
+        Self::Bert,
+        Self::Gpt2,
+        Self::Llama,
+    ];
 
     /// Which naming the layer under `prefix` follows. Reads the header only.
     ///
@@ -133,6 +229,8 @@ impl CheckpointNames {
             Self::PyTorch => &PYTORCH,
             Self::PyTorchSeparate => &PYTORCH_SEPARATE,
             Self::Bert => &BERT,
+            Self::Gpt2 => &GPT2,
+            Self::Llama => &LLAMA,
         }
     }
 
@@ -141,37 +239,54 @@ impl CheckpointNames {
             Self::PyTorch => "PyTorch names",
             Self::PyTorchSeparate => "PyTorch names with separate q, k, v",
             Self::Bert => "BERT names",
+            Self::Gpt2 => "GPT-2 names",
+            Self::Llama => "Llama names",
         }
     }
 
     /// Tensors that lie beside the layer's under the same prefix and are none of its business.
     pub(super) fn skips(self, name: &str) -> bool {
-        self == Self::Bert && name.starts_with("output.LayerNorm.")
+        match self {
+            Self::PyTorch | Self::PyTorchSeparate => false,
+            Self::Bert => name.starts_with("output.LayerNorm."),
+            Self::Gpt2 => matches!(name, "bias" | "masked_bias"),
+            Self::Llama => name == "rotary_emb.inv_freq",
+        }
     }
 
-    /// What `config` asks for and this naming has no place for.
-    pub(super) fn lacks(self, config: &MultiHeadAttentionConfig) -> Option<String> {
-        let MultiHeadAttentionConfig {
-            embed_dim,
-            kdim,
-            vdim,
-            ..
-        } = *config;
+    /// What a layer of these sizes has and this naming has no place for.
+    pub(super) fn lacks(self, sizes: &Sizes, add_bias_kv: bool) -> Option<String> {
+        let joins_one_size = |name: &str, instead: &str| {
+            (!sizes.are_one()).then(|| {
+                format!("{name} joins projections of one size, not {sizes}: such a layer has {instead}")
+            })
+        };
         match self {
-            Self::PyTorch if kdim != embed_dim || vdim != embed_dim => Some(format!(
-                "in_proj_weight joins projections of one size, while the config has embed_dim = {embed_dim}, kdim = {kdim}, vdim = {vdim}: such a layer has q_proj_weight, k_proj_weight and v_proj_weight (CheckpointNames::PyTorchSeparate)"
+            Self::PyTorch => joins_one_size(
+                "in_proj_weight",
+                "q_proj_weight, k_proj_weight and v_proj_weight (CheckpointNames::PyTorchSeparate)",
+            ),
+            Self::PyTorchSeparate => None,
+            _ if add_bias_kv => Some(format!(
+                "{} have no bias_k and bias_v: use .add_bias_kv(false), or PyTorch's names",
+                self.describe()
             )),
-            Self::Bert if config.add_bias_kv => {
-                Some("BERT names have no bias_k and bias_v: use .add_bias_kv(false)".into())
-            }
-            _ => None,
+            Self::Bert if [sizes.q_size, sizes.kv_size] != [sizes.embed_dim; 2] => Some(format!(
+                "BERT layers have num_kv_heads = num_heads and head_dim = embed_dim / num_heads, not {sizes}: such a layer has Llama's names (CheckpointNames::Llama)"
+            )),
+            Self::Bert | Self::Llama => None,
+            Self::Gpt2 => joins_one_size(
+                "c_attn.weight",
+                "q_proj.weight, k_proj.weight and v_proj.weight (CheckpointNames::Llama)",
+            ),
         }
     }
 }
 
 /// What the header of a checkpoint tells about an attention layer; see [`Parameters::describe`].
 ///
-/// The number of heads is not in a checkpoint's tensors: it stands in the model's own configuration file.
+/// The number of query heads is not in a checkpoint's tensors: it stands in the model's own configuration file.
+/// That of key and value heads follows from it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct CheckpointInfo {
@@ -179,12 +294,18 @@ pub struct CheckpointInfo {
     pub names: CheckpointNames,
     /// Size of a query vector and of an output vector.
     pub embed_dim: usize,
+    /// Rows of the query projection, `num_heads * head_dim`.
+    pub q_size: usize,
+    /// Rows of the key projection and of the value projection, `num_kv_heads * head_dim`.
+    pub kv_size: usize,
     /// Size of a key vector.
     pub kdim: usize,
     /// Size of a value vector.
     pub vdim: usize,
-    /// Whether any projection has a bias.
+    /// Whether the projection of queries, keys or values has a bias.
     pub bias: bool,
+    /// Whether the output projection has a bias.
+    pub out_bias: bool,
     /// Whether `bias_k` or `bias_v` is there.
     pub add_bias_kv: bool,
 }
@@ -192,14 +313,51 @@ pub struct CheckpointInfo {
 impl CheckpointInfo {
     /// The configuration of the layer that was found, everything else at its default.
     ///
-    /// It is not checked here: what takes the configuration refuses a `num_heads` that does not divide
-    /// `embed_dim`.
+    /// The size of a head and the number of key and value heads follow from the rows of the projections. They are
+    /// not checked here: [`from_safetensors`](Parameters::from_safetensors) refuses a `num_heads` that does not fit
+    /// the rows, but no file tells a wrong one that does.
+    ///
+    /// ```
+    /// use multihead::{CheckpointNames, DType, MultiHeadAttentionConfig, Parameters};
+    ///
+    /// let config = MultiHeadAttentionConfig::new(24, 6).num_kv_heads(2).bias(false);
+    /// # let file = Parameters::init(&config, 1)?
+    /// #     .to_safetensors(&config, "model.layers.0.self_attn", CheckpointNames::Llama, DType::F32)?;
+    /// // let file = std::fs::read("model.safetensors")?;
+    /// let found = Parameters::describe(&file, "model.layers.0.self_attn")?;
+    /// assert_eq!((found.q_size, found.kv_size), (24, 8));
+    /// assert_eq!(found.config(6), config); // 8 rows of keys are 2 heads of 24 / 6
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
     pub fn config(&self, num_heads: usize) -> MultiHeadAttentionConfig {
-        MultiHeadAttentionConfig::new(self.embed_dim, num_heads)
+        let mut config = MultiHeadAttentionConfig::new(self.embed_dim, num_heads)
             .kdim(self.kdim)
             .vdim(self.vdim)
             .bias(self.bias)
-            .add_bias_kv(self.add_bias_kv)
+            .out_bias(self.out_bias)
+            .add_bias_kv(self.add_bias_kv);
+        let head_dim = self.q_size.checked_div(num_heads).unwrap_or(0);
+        if self.q_size != self.embed_dim {
+            config.head_dim = Some(head_dim);
+        }
+        // Where nothing fits, the shapes that a reader of the file then wants tell more than a count made up here.
+        let fits = config.q_size() == self.q_size && self.kv_size.checked_rem(head_dim) == Some(0);
+        if fits {
+            config.num_kv_heads = self.kv_size / head_dim;
+        }
+        config
+    }
+}
+
+impl From<&CheckpointInfo> for Sizes {
+    fn from(info: &CheckpointInfo) -> Self {
+        Self {
+            embed_dim: info.embed_dim,
+            q_size: info.q_size,
+            kv_size: info.kv_size,
+            kdim: info.kdim,
+            vdim: info.vdim,
+        }
     }
 }
 
@@ -271,67 +429,81 @@ impl<'data> Layer<'data> {
 
     pub(super) fn info(&self) -> Result<CheckpointInfo, String> {
         let size = |name: &str| match self.tensors.get(name).map(|view| view.shape()) {
-            Some(&[rows, columns]) if (1..=MAX_AXIS).contains(&columns) => Ok((rows, columns)),
+            Some(&[rows, columns]) if [rows, columns].iter().all(|axis| (1..=MAX_AXIS).contains(axis)) => {
+                Ok((rows, columns))
+            }
             Some(shape) => Err(format!(
-                "{} has shape {}, which is no weight [out, in]",
+                "{} has shape {}, which is no weight {}",
                 self.full_name(name),
-                axes(shape)
+                axes(shape),
+                if self.names == CheckpointNames::Gpt2 {
+                    "[in, out]"
+                } else {
+                    "[out, in]"
+                }
             )),
             None => Err(format!("{} is missing", self.full_name(name))),
         };
-        let (embed_dim, kdim, vdim) = match self.names {
-            CheckpointNames::PyTorch => {
-                let (_, columns) = size("in_proj_weight")?;
-                (columns, columns, columns)
-            }
-            CheckpointNames::PyTorchSeparate => (
-                size("q_proj_weight")?.1,
-                size("k_proj_weight")?.1,
-                size("v_proj_weight")?.1,
-            ),
-            CheckpointNames::Bert => (
-                size("self.query.weight")?.1,
-                size("self.key.weight")?.1,
-                size("self.value.weight")?.1,
-            ),
-        };
-        let mut info = CheckpointInfo {
-            names: self.names,
+        let one = |embed_dim| Sizes {
             embed_dim,
-            kdim,
-            vdim,
-            bias: false,
-            add_bias_kv: false,
+            q_size: embed_dim,
+            kv_size: embed_dim,
+            kdim: embed_dim,
+            vdim: embed_dim,
         };
-        for stored in self
-            .names
-            .tensors()
-            .iter()
-            .filter(|stored| self.tensors.contains_key(stored.name))
-        {
-            match stored.parts {
-                [Part::BiasK | Part::BiasV] => info.add_bias_kv = true,
-                [Part::QBias | Part::KBias | Part::VBias | Part::OutBias, ..] => info.bias = true,
-                _ => {}
-            }
-        }
-        let config = info.config(1);
+        let separate = |q: &str, k: &str, v: &str| {
+            let ((q_size, embed_dim), (kv_size, kdim), (_, vdim)) = (size(q)?, size(k)?, size(v)?);
+            Ok::<_, String>(Sizes {
+                embed_dim,
+                q_size,
+                kv_size,
+                kdim,
+                vdim,
+            })
+        };
+        let sizes = match self.names {
+            CheckpointNames::PyTorch => one(size("in_proj_weight")?.1),
+            CheckpointNames::PyTorchSeparate => separate("q_proj_weight", "k_proj_weight", "v_proj_weight")?,
+            CheckpointNames::Bert => separate("self.query.weight", "self.key.weight", "self.value.weight")?,
+            CheckpointNames::Gpt2 => one(size("c_attn.weight")?.0),
+            CheckpointNames::Llama => separate("q_proj.weight", "k_proj.weight", "v_proj.weight")?,
+        };
+        let has = |parts: &[Part]| {
+            let stored = self.names.tensors().iter();
+            stored
+                .filter(|stored| self.tensors.contains_key(stored.name))
+                .any(|stored| stored.parts.iter().any(|part| parts.contains(part)))
+        };
+        let info = CheckpointInfo {
+            names: self.names,
+            embed_dim: sizes.embed_dim,
+            q_size: sizes.q_size,
+            kv_size: sizes.kv_size,
+            kdim: sizes.kdim,
+            vdim: sizes.vdim,
+            bias: has(&[Part::QBias, Part::KBias, Part::VBias]),
+            out_bias: has(&[Part::OutBias]),
+            add_bias_kv: has(&[Part::BiasK, Part::BiasV]),
+        };
         for stored in self
             .names
             .tensors()
             .iter()
             .filter(|stored| stored.marks_a_layer())
         {
-            let wanted = stored.shape(&config);
+            let wanted = stored.shape(&sizes);
             let (rows, columns) = size(stored.name)?;
             if wanted != [rows, columns] {
                 return Err(format!(
-                    "{} has shape [{rows}, {columns}], wanted {wanted:?} for embed_dim = {embed_dim}",
+                    "{} has shape [{rows}, {columns}], wanted {wanted:?} for {sizes}",
                     self.full_name(stored.name)
                 ));
             }
         }
-        Ok(info)
+        match self.names.lacks(&sizes, info.add_bias_kv) {
+            Some(problem) => Err(problem),
+            None => Ok(info),
+        }
     }
 }
 
@@ -369,7 +541,7 @@ fn not_found(file: &SafeTensors<'_>, prefix: &str, under: usize) -> String {
         .collect();
     let more = found.len().saturating_sub(LISTED);
     format!(
-        "no attention layer under the prefix \"{}\" ({under} of the file's {} tensors lie there, none is in_proj_weight, q_proj_weight or self.query.weight); {}{}",
+        "no attention layer under the prefix \"{}\" ({under} of the file's {} tensors lie there, none is in_proj_weight, q_proj_weight, self.query.weight, c_attn.weight or q_proj.weight); {}{}",
         clip(prefix.strip_suffix('.').unwrap_or(prefix)),
         file.len(),
         if listed.is_empty() {

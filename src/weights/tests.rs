@@ -141,6 +141,160 @@ fn bert_names() {
 }
 
 #[test]
+fn gpt2_names() {
+    // c_attn.weight is [in, out]: row 0 holds the weights of input 0.
+    let file = |dtype, weight: &[u8], leftovers: bool| {
+        let out = [1.0f32, 2.0, 3.0, 4.0].map(f32::to_le_bytes).concat();
+        let mut views = vec![
+            (
+                "h.0.attn.c_attn.weight",
+                TensorView::new(dtype, vec![2, 6], weight).unwrap(),
+            ),
+            (
+                "h.0.attn.c_proj.weight",
+                TensorView::new(Dtype::F32, vec![2, 2], &out).unwrap(),
+            ),
+        ];
+        if leftovers {
+            views.push((
+                "h.0.attn.bias",
+                TensorView::new(Dtype::U8, vec![1, 1, 2, 2], &[1; 4]).unwrap(),
+            ));
+            views.push((
+                "h.0.attn.masked_bias",
+                TensorView::new(Dtype::F32, vec![], &[0; 4]).unwrap(),
+            ));
+        }
+        safetensors::serialize(views, None).unwrap()
+    };
+    let numbers: Vec<f32> = (0..12u8).map(f32::from).collect();
+    let single: Vec<u8> = numbers.iter().flat_map(|x| x.to_le_bytes()).collect();
+    let double: Vec<u8> = numbers.iter().flat_map(|&x| f64::from(x).to_le_bytes()).collect();
+    for (dtype, bytes) in [(Dtype::F32, &single), (Dtype::F64, &double)] {
+        for leftovers in [false, true] {
+            let file = file(dtype, bytes, leftovers);
+            let info = Parameters::describe(&file, "h.0.attn").unwrap();
+            assert_eq!(info.names, CheckpointNames::Gpt2);
+            assert_eq!(info.config(2), config(2).bias(false));
+            let p = Parameters::from_safetensors(&info.config(2), &file, "h.0.attn").unwrap();
+            assert_eq!(p.q_proj_weight, [0.0, 6.0, 1.0, 7.0]);
+            assert_eq!(p.k_proj_weight, [2.0, 8.0, 3.0, 9.0]);
+            assert_eq!(p.v_proj_weight, [4.0, 10.0, 5.0, 11.0]);
+            assert_eq!(p.out_proj_weight, [1.0, 3.0, 2.0, 4.0]);
+        }
+    }
+    // Cross attention of GPT-2 joins keys and values alone.
+    let cross = zeros(&[
+        ("c_attn.weight", Dtype::F32, &[4, 8]),
+        ("q_attn.weight", Dtype::F32, &[4, 4]),
+    ]);
+    let text = Parameters::describe(&cross, "").unwrap_err().to_string();
+    assert!(
+        text.contains("c_attn.weight has shape [4, 8], wanted [4, 12]"),
+        "{text}"
+    );
+    refused(
+        &config(4),
+        &cross,
+        "",
+        &[
+            "c_attn.weight has shape [4, 8], wanted [4, 12]",
+            "q_attn.weight F32 [4, 4] is unknown",
+        ],
+    );
+}
+
+#[test]
+fn llama_names() {
+    let l = "model.layers.0.self_attn";
+    let names = [
+        "q_proj.weight",
+        "k_proj.weight",
+        "v_proj.weight",
+        "o_proj.weight",
+        "q_proj.bias",
+        "k_proj.bias",
+        "v_proj.bias",
+        "rotary_emb.inv_freq",
+    ]
+    .map(|name| format!("{l}.{name}"));
+    let shapes: [&[usize]; 8] = [&[24, 10], &[8, 10], &[8, 10], &[10, 24], &[24], &[8], &[8], &[2]];
+    let tensors: Vec<(&str, Dtype, &[usize])> = names
+        .iter()
+        .zip(shapes)
+        .map(|(name, shape)| (name.as_str(), Dtype::BF16, shape))
+        .collect();
+    let file = zeros(&tensors);
+    let info = Parameters::describe(&file, l).unwrap();
+    assert_eq!(info.names, CheckpointNames::Llama);
+    assert_eq!((info.embed_dim, info.q_size, info.kv_size), (10, 24, 8));
+    let wanted = MultiHeadAttentionConfig::new(10, 6)
+        .num_kv_heads(2)
+        .with_head_dim(4)
+        .out_bias(false);
+    assert_eq!(info.config(6), wanted);
+    for (heads, kv_heads, size) in [(3, 1, 8), (6, 2, 4), (12, 4, 2), (24, 8, 1)] {
+        let config = info.config(heads);
+        assert_eq!((config.num_kv_heads, config.head_dim()), (kv_heads, size));
+        assert!(Parameters::from_safetensors(&config, &file, l).is_ok(), "{heads}");
+    }
+    // Head counts that the rows rule out: by the configuration, or by the shapes.
+    for heads in [0, 1, 2, 4, 5, 7, 8, 16, 25, 48] {
+        let error = Parameters::from_safetensors(&info.config(heads), &file, l).unwrap_err();
+        match error {
+            Error::Option(_) => assert!(heads == 0 || heads > 24, "{heads}: {error}"),
+            Error::Checkpoint(text) => assert!(text.contains("num_kv_heads * head_dim = 8"), "{text}"),
+            other => panic!("{heads}: {other}"),
+        }
+    }
+    refused(
+        &info.config(5),
+        &file,
+        l,
+        &[
+            "q_proj.weight has shape [24, 10], wanted [20, 10]",
+            "num_heads * head_dim = 24, num_kv_heads * head_dim = 8",
+        ],
+    );
+    refused(
+        &wanted.clone().out_bias(true),
+        &file,
+        l,
+        &["o_proj.bias is missing", "out_bias = true", ".out_bias(false)"],
+    );
+    refused(
+        &wanted.clone().bias(false),
+        &file,
+        l,
+        &["q_proj.bias BF16 [24] is in the file", ".bias(true)"],
+    );
+    refused(
+        &wanted,
+        &file,
+        "model.layers.0",
+        &["q_proj.weight", "\"model.layers.0.self_attn\""],
+    );
+    // The norms that some of its kin put behind the projections would change the result.
+    let mut more = tensors.clone();
+    let norm = format!("{l}.q_norm.weight");
+    more.push((&norm, Dtype::BF16, &[4]));
+    refused(
+        &wanted,
+        &zeros(&more),
+        l,
+        &["q_norm.weight BF16 [4] is unknown to the layer"],
+    );
+    // Keys and values of different rows are no layer.
+    let mut uneven = tensors;
+    uneven[2].2 = &[4, 10];
+    let text = Parameters::describe(&zeros(&uneven), l).unwrap_err().to_string();
+    assert!(
+        text.contains("v_proj.weight has shape [4, 10], wanted [8, 10]"),
+        "{text}"
+    );
+}
+
+#[test]
 fn a_wrong_prefix_lists_the_right_ones() {
     let (file, _) = bert_file(false);
     for prefix in [
@@ -227,8 +381,8 @@ fn all_problems_in_one_message() {
 
 #[test]
 fn options_and_file_must_agree() {
-    use CheckpointNames::{Bert, PyTorch};
-    for names in [PyTorch, Bert] {
+    use CheckpointNames::{Bert, Gpt2, Llama, PyTorch};
+    for names in [PyTorch, Bert, Gpt2, Llama] {
         let with = Parameters::init(&config(4), 0).unwrap();
         let file = with.to_safetensors(&config(4), "", names, DType::F32).unwrap();
         refused(
@@ -265,7 +419,7 @@ fn options_and_file_must_agree() {
 
 #[test]
 fn writing_refuses_what_the_names_cannot_hold() {
-    use CheckpointNames::{Bert, PyTorch, PyTorchSeparate};
+    use CheckpointNames::{Bert, Gpt2, Llama, PyTorch, PyTorchSeparate};
     let write = |config: &MultiHeadAttentionConfig, names, dtype| {
         Parameters::init(config, 0)
             .unwrap()
@@ -276,14 +430,20 @@ fn writing_refuses_what_the_names_cannot_hold() {
         (config(4).kdim(6), Bert),
         (config(4).vdim(6), PyTorch),
         (config(4).kdim(6), PyTorch),
+        (config(4).num_kv_heads(1), PyTorch),
+        (config(4).num_kv_heads(1), Bert),
+        (config(4).num_kv_heads(1), Gpt2),
+        (config(4).with_head_dim(3), PyTorch),
+        (config(4).with_head_dim(3), Bert),
+        (config(4).with_head_dim(3), Gpt2),
+        (config(4).add_bias_kv(true), Gpt2),
+        (config(4).add_bias_kv(true), Llama),
     ] {
         assert!(
             matches!(write(&config, names, DType::F32), Err(Error::Checkpoint(_))),
             "{config:?} {names:?}"
         );
-        if names != Bert || !config.add_bias_kv {
-            assert!(write(&config, PyTorchSeparate, DType::F16).is_ok());
-        }
+        assert!(write(&config, PyTorchSeparate, DType::F16).is_ok());
     }
     for dtype in [DType::Bool, DType::U32] {
         assert!(matches!(write(&config(4), PyTorch, dtype), Err(Error::DType(_))));

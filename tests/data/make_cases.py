@@ -13,13 +13,19 @@ from pathlib import Path
 import numpy as np
 import onnx
 import torch
+import transformers
 from onnx.reference import ReferenceEvaluator
 from safetensors.numpy import save_file
 from torch.nn.functional import scaled_dot_product_attention
+from transformers import GPT2Config, LlamaConfig, Qwen2Config
+from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
+from transformers.models.llama.modeling_llama import LlamaAttention
+from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
 
 HERE = Path(__file__).resolve().parent
 TORCH = f"torch {torch.__version__.split('+')[0]}"
 ONNX = f"onnx {onnx.__version__}"
+TRANSFORMERS = f"transformers {transformers.__version__}"
 TOLERANCE = 5e-5
 cases = []
 
@@ -194,6 +200,84 @@ def mha_cases():
     )  # fmt: skip
     mha("mha_cross_causal_top_left", heads=2, embed=16, queries=4, keys=9, causal="top_left")
     mha("mha_cross_causal_bottom_right", heads=2, embed=16, queries=4, keys=9, causal="bottom_right")
+
+
+# ---------------------------------------------------------------- layers of the transformers library
+
+
+def checkpoint(name, layer, prefix, *, heads, batch=2, queries=7, key_mask=None, causal=True, leftovers=None):
+    """The tensors keep the names that they have in a model's checkpoint. `leftovers` are those that old
+    checkpoints hold beside the parameters."""
+    rng = rng_of(name)
+    layer = layer.double().eval()
+    inputs = {}
+    for key, parameter in layer.state_dict().items():
+        spread = parameter.shape[-1] ** -0.5 if parameter.dim() == 2 else 0.5
+        inputs[key] = normal(rng, *parameter.shape, scale=spread)
+    layer.load_state_dict({key: double(value) for key, value in inputs.items()})
+    inputs = {f"{prefix}.{key}": value for key, value in (inputs | (leftovers or {})).items()}
+    rotary = hasattr(layer, "q_proj")
+    embed = (layer.q_proj.in_features if rotary else layer.embed_dim)
+
+    inputs["query"] = normal(rng, batch, queries, embed)
+    query = double(inputs["query"])
+    mask = torch.ones(batch, 1, queries, queries, dtype=torch.bool)
+    if causal:
+        mask = mask.tril()
+    if key_mask is not None:
+        inputs["key_mask"] = np.asarray(key_mask)
+        mask = mask & torch.from_numpy(inputs["key_mask"])[:, None, None, :]
+    # Cosine 1 and sine 0: queries and keys stay as they are, for no position turns them.
+    turn = {"position_embeddings": (torch.ones(1, 1, 1).double(), torch.zeros(1, 1, 1).double())}
+    with torch.no_grad():
+        output, _ = layer(query, attention_mask=mask, **(turn if rotary else {}))
+        if rotary:
+            q, k = layer.q_proj(query), layer.k_proj(query)
+        else:
+            q, k, _ = layer.c_attn(query).split(embed, dim=2)
+        q, k = (x.unflatten(2, (-1, layer.head_dim)).transpose(1, 2) for x in (q, k))
+        unit = torch.eye(queries).double().expand(*k.shape[:2], -1, -1)
+        weights = scaled_dot_product_attention(q, k, unit, attn_mask=mask, enable_gqa=True)
+    options = {
+        "num_heads": heads, "kv_num_heads": k.shape[1], "causal": "top_left" if causal else "none",
+        "checkpoint": prefix,
+    }  # fmt: skip
+    source = f"{TRANSFORMERS} {type(layer).__name__}, float64"
+    add(name, "mha", source, options, inputs, {"output": output, "weights": weights})
+
+
+def checkpoint_cases():
+    def gpt2(embed, heads):
+        return GPT2Attention(GPT2Config(n_embd=embed, n_head=heads, attn_implementation="sdpa"))
+
+    def llama(embed, heads, kv_heads, config=LlamaConfig, layer=LlamaAttention, **more):
+        sizes = {"hidden_size": embed, "num_attention_heads": heads, "num_key_value_heads": kv_heads}
+        return layer(config(**sizes, **more, attn_implementation="sdpa"), layer_idx=0)
+
+    causal_mask = np.tril(np.ones((1, 1, 7, 7), np.float32))
+    checkpoint(
+        "mha_gpt2", gpt2(24, 4), "h.0.attn", heads=4,
+        leftovers={"bias": causal_mask, "masked_bias": np.float32(-1e4)},
+    )  # fmt: skip
+    checkpoint(
+        "mha_gpt2_padding", gpt2(15, 3), "transformer.h.11.attn", heads=3, batch=3, queries=9,
+        key_mask=lengths_mask([9, 5, 1], 9),
+    )  # fmt: skip
+    checkpoint(
+        "mha_llama_grouped", llama(24, 6, 2), "model.layers.0.self_attn", heads=6,
+        leftovers={"rotary_emb.inv_freq": np.float32([1, 0.01])},
+    )  # fmt: skip
+    checkpoint("mha_llama_not_grouped", llama(24, 4, 4), "model.layers.12.self_attn", heads=4)
+    checkpoint(
+        "mha_llama_head_dim", llama(20, 4, 2, head_dim=6), "model.layers.1.self_attn", heads=4, causal=False
+    )
+    checkpoint(
+        "mha_llama_one_kv_head_bias", llama(20, 5, 1, attention_bias=True), "layers.0.self_attn", heads=5
+    )
+    checkpoint(
+        "mha_qwen2_padding", llama(24, 6, 3, Qwen2Config, Qwen2Attention), "model.layers.3.self_attn", heads=6,
+        batch=3, queries=8, key_mask=lengths_mask([8, 5, 2], 8),
+    )  # fmt: skip
 
 
 # ---------------------------------------------------------------- scaled_dot_product_attention
@@ -428,11 +512,30 @@ def by_the_rule(case, inputs, dtype):
         return x.reshape(x.shape[0], x.shape[1], count, -1).swapaxes(1, 2)
 
     layer = case["op"] == "mha"
+    if "checkpoint" in options:
+        # Names and layouts as README.md has them; below, all is as in PyTorch's layer.
+        own = {
+            key.removeprefix(options["checkpoint"] + "."): value
+            for key, value in real.items()
+            if key.startswith(options["checkpoint"] + ".")
+        }
+        if "c_attn.weight" in own:
+            real["in_proj_weight"] = own["c_attn.weight"].T
+            real["in_proj_bias"] = own["c_attn.bias"]
+            real["out_proj.weight"], real["out_proj.bias"] = own["c_proj.weight"].T, own["c_proj.bias"]
+        else:
+            for part in "qkv":
+                real[f"{part}_proj_weight"] = own[f"{part}_proj.weight"]
+                real[f"{part}_proj_bias"] = own.get(f"{part}_proj.bias", np.zeros((), dtype))
+            real["out_proj.weight"] = own["o_proj.weight"]
+            real["out_proj.bias"] = own.get("o_proj.bias", 0)
     if layer:
         weights = [real.get(f"{part}_proj_weight") for part in "qkv"]
         if weights[0] is None:
             weights = np.split(real["in_proj_weight"], 3)
-        biases = np.split(real.get("in_proj_bias", np.zeros(3 * query.shape[-1], dtype)), 3)
+        biases = [real.get(f"{part}_proj_bias") for part in "qkv"]
+        if biases[0] is None:
+            biases = np.split(real.get("in_proj_bias", np.zeros(3 * query.shape[-1], dtype)), 3)
         query, key, value = (
             x @ weight.T + bias for x, weight, bias in zip((query, key, value), weights, biases, strict=True)
         )
@@ -515,6 +618,7 @@ def distance(a, b):
 
 def main():
     mha_cases()
+    checkpoint_cases()
     sdpa_cases()
     onnx_cases()
     for old in HERE.glob("*.safetensors"):

@@ -9,7 +9,8 @@ use std::path::PathBuf;
 
 use case::{Case, CaseError, Comparison};
 
-use multihead::AttentionPath;
+use multihead::{AttentionPath, CheckpointNames, DType, Parameters};
+use safetensors::SafeTensors;
 
 use crate::support::gpu;
 
@@ -28,7 +29,7 @@ fn files() -> Vec<PathBuf> {
 #[test]
 fn every_case_file_passes_on_the_gpu() {
     let files = files();
-    assert!(files.len() >= 69, "{} case files", files.len());
+    assert!(files.len() >= 78, "{} case files", files.len());
     let mut failures = Vec::new();
     for path in &files {
         let name = path.file_name().unwrap().to_string_lossy();
@@ -76,6 +77,49 @@ fn problem(gpu: &multihead::Gpu, case: &Case, path: AttentionPath) -> Option<Str
         .map(ToString::to_string)
         .collect();
     (!wrong.is_empty()).then(|| wrong.join(", "))
+}
+
+/// Layers under the names of the transformers library are written back as the files have them.
+#[test]
+fn checkpoints_are_written_back_as_they_came() {
+    let mut seen = Vec::new();
+    for path in files() {
+        let bytes = std::fs::read(&path).unwrap();
+        let (_, header) = SafeTensors::read_metadata(&bytes).unwrap();
+        let about = &header.metadata().as_ref().unwrap()["case"];
+        let about: serde_json::Value = serde_json::from_str(about).unwrap();
+        let Some(prefix) = about["options"]["checkpoint"].as_str() else {
+            continue;
+        };
+        let info = Parameters::describe(&bytes, prefix).unwrap();
+        assert_eq!(CheckpointNames::detect(&bytes, prefix), Ok(info.names));
+        let config = info.config(about["options"]["num_heads"].as_u64().unwrap() as usize);
+        let parameters = Parameters::from_safetensors(&config, &bytes, prefix).unwrap();
+        let written = parameters
+            .to_safetensors(&config, prefix, info.names, DType::F32)
+            .unwrap();
+        let (file, written) = (
+            SafeTensors::deserialize(&bytes).unwrap(),
+            SafeTensors::deserialize(&written).unwrap(),
+        );
+        let leftovers = [".attn.bias", ".attn.masked_bias", ".inv_freq"];
+        let parameter =
+            |name: &str| name.starts_with(prefix) && !leftovers.iter().any(|end| name.ends_with(end));
+        assert_eq!(
+            written.len(),
+            file.names().iter().filter(|name| parameter(name)).count(),
+            "{path:?}"
+        );
+        for (name, view) in written.iter() {
+            assert_eq!(file.tensor(name).unwrap(), view, "{name} of {path:?}");
+        }
+        seen.push(info.names);
+    }
+    let count = |names| seen.iter().filter(|&&found| found == names).count();
+    assert_eq!(
+        (count(CheckpointNames::Gpt2), count(CheckpointNames::Llama)),
+        (2, 5)
+    );
 }
 
 /// The comparison can fail: an answer that is moved by more than its tolerance is told.

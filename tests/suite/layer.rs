@@ -10,7 +10,7 @@ use proptest::prelude::*;
 
 use crate::{
     field::{all_rows, plain, same_bits},
-    support::{self, Numbers, check_bound, download, gpu, halves, through_f16},
+    support::{self, Numbers, check_bound, download, gpu, halves, through_f16, wide},
 };
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -393,6 +393,89 @@ fn self_and_cross_attention_of_every_size() {
     all_rows(rows);
 }
 
+/// Fewer heads of keys than of queries, and heads of a size of their own, in every kind of layer.
+#[test]
+fn grouped_heads_and_heads_of_their_own_size() {
+    let mut rows = Vec::new();
+    for (embed, heads, kv_heads, head_dim) in [
+        (12, 6, 2, None),
+        (12, 6, 1, None),
+        (20, 4, 4, Some(3)),
+        (10, 6, 3, Some(8)),
+        (5, 4, 2, Some(1)),
+        (64, 8, 2, Some(16)),
+        (33, 5, 1, Some(40)),
+    ] {
+        for add in [false, true] {
+            for (dtype, activations) in [(DType::F32, DType::F32), (DType::F16, DType::F16)] {
+                let mut config = config(embed, heads).num_kv_heads(kv_heads).dtype(dtype);
+                config.head_dim = head_dim;
+                config = config.add_bias_kv(add).add_zero_attn(add);
+                let name = format!("E {embed} H {heads}/{kv_heads} D {head_dim:?} {add} {dtype:?}");
+                let own = Case {
+                    activations,
+                    causal: Some(Causal::TopLeft),
+                    ..Case::new(config.clone().bias(add), 2, 17, 17)
+                };
+                rows.push(own.row(format!("{name} self")));
+                let cross = Case {
+                    activations,
+                    mask: MaskKind::Ignore,
+                    need: NeedWeights::Averaged,
+                    ..Case::new(config.clone().out_bias(false), 2, 5, 7).cross()
+                };
+                rows.push(cross.row(format!("{name} cross")));
+                let sizes = Case {
+                    activations,
+                    padding: MaskKind::Keep,
+                    ..Case::new(config.kdim(7).vdim(3).bias(false).out_bias(true), 2, 4, 9).cross()
+                };
+                rows.push(sizes.row(format!("{name} kdim, vdim")));
+            }
+        }
+    }
+    let slopes: Vec<f32> = (1..=6).map(|h| 0.5f32.powi(h)).collect();
+    let options = AttentionOptions::new().alibi(slopes).softcap(2.0);
+    let alibi = config(12, 6).num_kv_heads(3).attention(options);
+    rows.push(Case::new(alibi, 1, 9, 9).row("ALiBi has a slope per query head"));
+    all_rows(rows);
+}
+
+/// A layer of few key heads is the layer of many whose key heads are the few, repeated.
+#[test]
+fn grouped_heads_are_repeated_heads() {
+    let grouped = config(12, 6).num_kv_heads(2);
+    let few = parameters(&grouped, 7);
+    let mut many = few.clone();
+    // Two rows a head; head h reads h / 3.
+    let repeat = |values: &[f32], width: usize| {
+        let heads = values.chunks(2 * width);
+        heads.flat_map(|head| head.repeat(3)).collect::<Vec<f32>>()
+    };
+    many.k_proj_weight = repeat(&few.k_proj_weight, 12);
+    many.v_proj_weight = repeat(&few.v_proj_weight, 12);
+    many.k_proj_bias = few.k_proj_bias.as_deref().map(|bias| repeat(bias, 1));
+    many.v_proj_bias = few.v_proj_bias.as_deref().map(|bias| repeat(bias, 1));
+    let x = upload(
+        gpu(),
+        &Numbers::new(1).normals(2 * 5 * 12),
+        &[2, 5, 12],
+        DType::F32,
+    );
+    let run = |config: MultiHeadAttentionConfig, parameters: &Parameters| {
+        let layer = MultiHeadAttention::new(gpu(), config, parameters).unwrap();
+        assert_eq!(&layer.parameters().unwrap(), parameters);
+        let result = layer
+            .forward(&MultiHeadInputs::new(&x), NeedWeights::PerHead)
+            .unwrap();
+        [result.output, result.weights.unwrap()].map(|tensor| wide(&download(&tensor)))
+    };
+    for (few, many) in run(grouped, &few).iter().zip(run(config(12, 6), &many)) {
+        assert_eq!(few.len(), many.len());
+        assert!(few.iter().zip(many).all(|(a, b)| (a - b).abs() < 1e-6));
+    }
+}
+
 /// Nothing hides what follows the sequence: not masks, padding, lengths, causal order or windows.
 #[test]
 fn added_keys_with_every_way_to_hide_the_others() {
@@ -611,6 +694,7 @@ fn seeded_parameters_go_to_a_checkpoint_and_back() {
         config(12, 3),
         config(12, 3).bias(false),
         config(12, 3).kdim(5).vdim(7).add_bias_kv(true),
+        config(12, 6).num_kv_heads(2).with_head_dim(4).out_bias(false),
     ] {
         let seeded = MultiHeadAttention::seeded(gpu(), config.clone(), 42).unwrap();
         let parameters = Parameters::init(&config, 42).unwrap();
@@ -643,8 +727,15 @@ fn seeded_parameters_go_to_a_checkpoint_and_back() {
         assert!(same_bits(&run(&same), &expected));
         let names: &[CheckpointNames] = if config.add_bias_kv {
             &[CheckpointNames::PyTorchSeparate]
+        } else if config.head_dim.is_some() {
+            &[CheckpointNames::PyTorchSeparate, CheckpointNames::Llama]
         } else {
-            &[CheckpointNames::PyTorch, CheckpointNames::Bert]
+            &[
+                CheckpointNames::PyTorch,
+                CheckpointNames::Bert,
+                CheckpointNames::Gpt2,
+                CheckpointNames::Llama,
+            ]
         };
         for &names in names {
             let bytes = parameters
@@ -774,6 +865,8 @@ fn a_call_runs_its_kernels() {
     };
     let own = Case::new(config(8, 2), 2, 5, 5);
     assert_eq!(count(&own), 5);
+    let grouped = config(8, 4).num_kv_heads(2).with_head_dim(3);
+    assert_eq!(count(&Case::new(grouped, 2, 5, 5)), 5);
     assert_eq!(count(&own.clone().cross()), 7);
     assert_eq!(
         count(&Case {
@@ -822,6 +915,33 @@ fn what_does_not_fit_is_refused() {
     let text = refused(config(10, 3)).unwrap();
     assert!(text.contains("10") && text.contains('3'), "{text}");
     assert!(refused(config(0, 1)).is_some() && refused(config(4, 0)).is_some());
+    for (config, told) in [
+        (
+            config(12, 6).num_kv_heads(4),
+            ["num_kv_heads = 4, num_heads = 6", "multiple"],
+        ),
+        (config(12, 6).num_kv_heads(0), ["num_kv_heads = 0", "above 0"]),
+        (
+            config(12, 6).num_kv_heads(12),
+            ["num_kv_heads = 12, num_heads = 6", "multiple"],
+        ),
+        (config(12, 6).with_head_dim(0), ["head_dim = 0", "between 1 and"]),
+        (
+            config(12, 6).with_head_dim(1 << 28),
+            ["num_heads * head_dim = 1610612736", "between 1 and"],
+        ),
+        (
+            config(12, 6).with_head_dim(usize::MAX),
+            ["head_dim = 18446744073709551615", "between"],
+        ),
+        (
+            config(10, 3),
+            ["embed_dim = 10, num_heads = 3", ".with_head_dim(size)"],
+        ),
+    ] {
+        let text = refused(config).unwrap();
+        let _ = told.map(|part| assert!(text.contains(part), "{part:?} is not in: {text}"));
+    }
     let layer = MultiHeadAttention::seeded(gpu, config(8, 2), 1).unwrap();
     let (x, other) = (zeros(&[2, 3, 8]), zeros(&[1, 3, 8]));
     let forward = |inputs: &MultiHeadInputs| layer.forward(inputs, NeedWeights::No).err();
@@ -904,7 +1024,7 @@ fn cases() -> impl Strategy<Value = Case> {
     };
     let padding = prop_oneof![Just(MaskKind::None), Just(MaskKind::Keep), Just(MaskKind::Ignore)];
     let sizes = (
-        1usize..5,
+        (1usize..4, 1usize..4, proptest::option::of(1usize..40)),
         1usize..14,
         0usize..4,
         0usize..20,
@@ -935,14 +1055,16 @@ fn cases() -> impl Strategy<Value = Case> {
         proptest::option::of(order()),
         proptest::option::of(0u32..9),
         -3i64..9,
-        any::<[bool; 9]>(),
+        any::<[bool; 10]>(),
     );
     (sizes, source, need, mask, attention, any::<u64>()).prop_map(
         |(sizes, source, need, mask, attention, seed)| {
-            let (heads, head_dim, batch, queries, keys, kdim, vdim) = sizes;
+            let ((kv_heads, group, own_size), head_dim, batch, queries, keys, kdim, vdim) = sizes;
+            let heads = kv_heads * group;
             let (own_order, causal, left, offset, flags) = attention;
             let [
                 bias,
+                out_bias,
                 add_bias_kv,
                 add_zero_attn,
                 half,
@@ -960,11 +1082,14 @@ fn cases() -> impl Strategy<Value = Case> {
             options.softcap = softcap.then_some(3.0);
             options.alibi_slopes = alibi.then(|| (0..heads).map(|h| 0.5f32.powi(h as i32 + 1)).collect());
             let mut config = config(embed, heads)
+                .num_kv_heads(kv_heads)
                 .bias(bias)
+                .out_bias(out_bias)
                 .add_bias_kv(add_bias_kv)
                 .add_zero_attn(add_zero_attn)
                 .dtype(if half_parameters { DType::F16 } else { DType::F32 })
                 .attention(options);
+            config.head_dim = own_size;
             match source {
                 Source::Itself => {}
                 Source::KeyIsValue => config = config.kdim(kdim).vdim(kdim),

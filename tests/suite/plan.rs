@@ -5,7 +5,10 @@ use multihead::{
     MultiHeadAttention, MultiHeadAttentionConfig, MultiHeadInputs, NeedWeights, Plan, Tensor, Wanted,
 };
 
-use crate::{device::open, support::gpu};
+use crate::{
+    device::open,
+    support::{download, gpu},
+};
 
 fn fresh() -> Gpu {
     open(gpu().features(), gpu().limits().clone())
@@ -190,6 +193,47 @@ fn no_buffer_of_a_layer_holds_all_scores() {
         "{taken} bytes, {row} a row of E"
     );
     assert!(taken < (length * length * 4) as u64);
+}
+
+/// The layer's plan, with one binding for the projections and, in small bindings, cut into pieces of rows; the results
+/// are the same.
+#[test]
+fn a_layers_plan_is_what_it_takes() {
+    let (length, embed, heads) = (200, 32, 4);
+    let mut outputs = Vec::new();
+    let mut limits = gpu().limits().clone();
+    limits.max_storage_buffer_binding_size = 24 << 10;
+    for gpu in [fresh(), open(gpu().features(), limits)] {
+        let config = MultiHeadAttentionConfig::new(embed, heads).num_kv_heads(2);
+        let layer = MultiHeadAttention::seeded(&gpu, config, 1)
+            .unwrap()
+            .with_path(AttentionPath::Fused);
+        layer.warm_up(DType::F32).unwrap();
+        let values: Vec<f32> = (0..2 * length * embed)
+            .map(|i| ((i * 7919) % 2003) as f32 / 1001.5 - 1.0)
+            .collect();
+        let x = Tensor::upload(&gpu, &values, &[2, length, embed]).unwrap();
+        gpu.release_scratch();
+        gpu.reset_peak_bytes();
+        let (base, before) = (gpu.held_bytes(), gpu.dispatches());
+        let output = layer
+            .forward(&MultiHeadInputs::new(&x), NeedWeights::No)
+            .unwrap()
+            .output;
+        let taken = (gpu.peak_bytes() - base, gpu.dispatches() - before);
+        let plan = layer.plan(2, length, None, DType::F32, NeedWeights::No).unwrap();
+        assert_eq!((plan.peak() - plan.inputs, plan.dispatches), taken, "{plan}");
+        outputs.push((plan.dispatches, download(&output)));
+    }
+    assert_eq!(outputs[0].0, 3);
+    assert!(outputs[1].0 > 10, "{}", outputs[1].0);
+    let largest = outputs[0]
+        .1
+        .iter()
+        .zip(&outputs[1].1)
+        .map(|(a, b)| (a - b).abs())
+        .fold(0.0, f32::max);
+    assert!(largest < 1e-6, "{largest}");
 }
 
 #[test]

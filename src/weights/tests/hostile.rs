@@ -143,12 +143,27 @@ fn a_name_given_twice() {
 }
 
 fn any_config() -> impl Strategy<Value = MultiHeadAttentionConfig> {
-    (1..5usize, 1..4usize, 1..9usize, 1..9usize, any::<[bool; 3]>()).prop_map(|(heads, size, k, v, flags)| {
-        let config = MultiHeadAttentionConfig::new(heads * size, heads)
-            .bias(flags[0])
-            .add_bias_kv(flags[1]);
-        if flags[2] { config.kdim(k).vdim(v) } else { config }
-    })
+    let heads = (1..4usize, prop::sample::select(vec![1usize, 1, 2, 3]));
+    let own_size = prop::option::weighted(0.3, 1..9usize);
+    (
+        heads,
+        1..4usize,
+        own_size,
+        1..9usize,
+        1..9usize,
+        any::<[bool; 4]>(),
+    )
+        .prop_map(|((kv_heads, group), size, own_size, k, v, flags)| {
+            let heads = kv_heads * group;
+            let mut config = MultiHeadAttentionConfig::new(heads * size, heads)
+                .num_kv_heads(kv_heads)
+                .bias(flags[0])
+                .out_bias(flags[1])
+                .add_bias_kv(flags[2]);
+            // A size that heads have anyway is one that no file tells.
+            config.head_dim = own_size.filter(|own| *own != size);
+            if flags[3] { config.kdim(k).vdim(v) } else { config }
+        })
 }
 
 /// A call may succeed or fail, but only with the error of a bad checkpoint, and never panic.
@@ -168,11 +183,13 @@ proptest! {
     #[test]
     fn round_trips(config in any_config(), seed: u64, prefix in "([a-z\"\\\\é.]{0,8}\\.)?") {
         let parameters = Parameters::init(&config, seed).unwrap();
-        let packed = config.kdim == config.embed_dim && config.vdim == config.embed_dim;
+        let one_size = Sizes::from(&config).are_one();
         for (names, holds) in [
-            (CheckpointNames::PyTorch, packed),
+            (CheckpointNames::PyTorch, one_size),
             (CheckpointNames::PyTorchSeparate, true),
-            (CheckpointNames::Bert, packed && !config.add_bias_kv),
+            (CheckpointNames::Bert, one_size && !config.add_bias_kv),
+            (CheckpointNames::Gpt2, one_size && !config.add_bias_kv),
+            (CheckpointNames::Llama, !config.add_bias_kv),
         ] {
             let written = parameters.to_safetensors(&config, &prefix, names, DType::F32);
             prop_assert_eq!(written.is_ok(), holds);
@@ -201,7 +218,8 @@ proptest! {
     #[test]
     fn random_headers(
         entries in prop::collection::vec((
-            prop::sample::select(vec!["in_proj_weight", "q_proj_weight", "self.key.weight", "out_proj.weight", "bias_k", "é"]),
+            prop::sample::select(vec!["in_proj_weight", "q_proj_weight", "self.key.weight", "out_proj.weight", "bias_k",
+                "c_attn.weight", "k_proj.weight", "é"]),
             prop::sample::select(vec!["F32", "F16", "F64", "I64", "F4", "BOOL", "X"]),
             prop::collection::vec(prop_oneof![0..9u64, Just(u64::MAX), Just(1 << 61), Just((1 << 61) - 1)], 0..4),
             prop_oneof![0..100u64, any::<u64>()],
@@ -220,12 +238,13 @@ proptest! {
 
     #[test]
     fn random_shapes(
-        shapes in prop::collection::vec(prop::collection::vec(0..7usize, 0..4), 11),
-        present: [bool; 11],
+        shapes in prop::collection::vec(prop::collection::vec(0..7usize, 0..4), 16),
+        present: [bool; 16],
         config in any_config(),
     ) {
         let names = ["in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_bias",
-            "out_proj.weight", "out_proj.bias", "bias_k", "bias_v", "self.query.weight", "self.key.weight"];
+            "out_proj.weight", "out_proj.bias", "bias_k", "bias_v", "self.query.weight", "self.key.weight",
+            "c_attn.weight", "c_attn.bias", "q_proj.weight", "k_proj.weight", "v_proj.weight"];
         let tensors: Vec<(&str, Dtype, &[usize])> = names
             .iter()
             .zip(&shapes)
@@ -242,9 +261,12 @@ proptest! {
         changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..6),
         cut in prop::option::of(any::<prop::sample::Index>()),
         in_header: bool,
+        names in prop::sample::select(CheckpointNames::ALL.to_vec()),
     ) {
         let parameters = Parameters::init(&config, 0).unwrap();
-        let mut file = parameters.to_safetensors(&config, "l", CheckpointNames::PyTorchSeparate, DType::F16).unwrap();
+        let file = parameters.to_safetensors(&config, "l", names, DType::F16);
+        prop_assume!(file.is_ok());
+        let mut file = file.unwrap();
         let header = 8 + u64::from_le_bytes(file[..8].try_into().unwrap()) as usize;
         for (at, byte) in changes {
             let end = if in_header { header } else { file.len() };

@@ -1,0 +1,255 @@
+//! What a layer call reads and writes, and its sizes.
+
+use crate::{
+    Causal, Error, Gpu, KvLengths, Mask, MultiHeadAttentionConfig, Result, Tensor, inputs::check_device,
+    linear::check_float,
+};
+
+/// What a layer call reads. Self-attention unless a key is given.
+///
+/// ```
+/// # fn main() -> multihead::Result<()> {
+/// # let gpu = multihead::Gpu::new()?;
+/// # let layer = multihead::MultiHeadAttention::seeded(&gpu, multihead::MultiHeadAttentionConfig::new(64, 4), 1)?;
+/// # let x = multihead::Tensor::zeros(&gpu, multihead::DType::F32, &[2, 3, 64])?;
+/// use multihead::{Causal, Mask, MultiHeadInputs, NeedWeights};
+///
+/// let padding = Mask::ignore_from(&gpu, &[false, false, false, false, true, true], &[2, 3])?;
+/// let inputs = MultiHeadInputs::new(&x).key_padding_mask(&padding).causal(Causal::TopLeft);
+/// let result = layer.forward(&inputs, NeedWeights::Averaged)?;
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Debug, Clone, Copy)]
+#[non_exhaustive]
+pub struct MultiHeadInputs<'a> {
+    /// `[B, Lq, E]` or `[Lq, E]`.
+    pub query: &'a Tensor,
+    /// `[B, Lk, kdim]` or `[Lk, kdim]`; the query if absent.
+    pub key: Option<&'a Tensor>,
+    /// `[B, Lk, vdim]` or `[Lk, vdim]`; the key if absent.
+    pub value: Option<&'a Tensor>,
+    /// Broadcasts to `[B, H, Lq, Lk]`.
+    pub attn_mask: Option<&'a Mask>,
+    /// Boolean, `[B, Lk]`, or `[Lk]` without a batch.
+    pub key_padding_mask: Option<&'a Mask>,
+    /// One key length per batch entry.
+    pub kv_lengths: Option<&'a KvLengths>,
+    /// Causal order of this call; the configuration's if absent.
+    pub causal: Option<Causal>,
+}
+
+impl<'a> MultiHeadInputs<'a> {
+    /// Self-attention over `query`.
+    pub fn new(query: &'a Tensor) -> Self {
+        Self {
+            query,
+            key: None,
+            value: None,
+            attn_mask: None,
+            key_padding_mask: None,
+            kv_lengths: None,
+            causal: None,
+        }
+    }
+
+    /// Attends to `key` and `value` instead (cross attention).
+    pub fn key_value(mut self, key: &'a Tensor, value: &'a Tensor) -> Self {
+        self.key = Some(key);
+        self.value = Some(value);
+        self
+    }
+
+    /// Adds a mask of scores.
+    pub fn attn_mask(mut self, mask: &'a Mask) -> Self {
+        self.attn_mask = Some(mask);
+        self
+    }
+
+    /// Adds a boolean mask of keys.
+    pub fn key_padding_mask(mut self, mask: &'a Mask) -> Self {
+        self.key_padding_mask = Some(mask);
+        self
+    }
+
+    /// Adds key lengths.
+    pub fn kv_lengths(mut self, lengths: &'a KvLengths) -> Self {
+        self.kv_lengths = Some(lengths);
+        self
+    }
+
+    /// Sets the causal order of this call.
+    pub fn causal(mut self, causal: Causal) -> Self {
+        self.causal = Some(causal);
+        self
+    }
+
+    pub(super) fn key(&self) -> &'a Tensor {
+        self.key.unwrap_or(self.query)
+    }
+
+    pub(super) fn value(&self) -> &'a Tensor {
+        self.value.unwrap_or(self.key())
+    }
+
+    /// The padding mask as attention takes it, `[B, Lk]`.
+    pub(super) fn padding(&self, sizes: Sizes) -> Result<Option<Mask>> {
+        let Some(mask) = self.key_padding_mask else {
+            return Ok(None);
+        };
+        let mask = if !sizes.batched && mask.tensor().shape() == [sizes.keys] {
+            mask.with_tensor(mask.tensor().broadcast_to(&[1, sizes.keys])?)
+        } else {
+            mask.clone()
+        };
+        mask.check_keys("key_padding_mask", "attn_mask", sizes.batch, sizes.keys)?;
+        Ok(Some(mask))
+    }
+
+    pub(super) fn tensors(&self) -> impl Iterator<Item = (&'static str, &'a Tensor)> {
+        [
+            ("query", Some(self.query)),
+            ("key", self.key),
+            ("value", self.value),
+            ("attn_mask", self.attn_mask.map(Mask::tensor)),
+            ("key_padding_mask", self.key_padding_mask.map(Mask::tensor)),
+            ("kv_lengths", self.kv_lengths.map(KvLengths::tensor)),
+        ]
+        .into_iter()
+        .filter_map(|(name, tensor)| tensor.map(|tensor| (name, tensor)))
+    }
+}
+
+/// Which weights a layer call returns.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum NeedWeights {
+    /// None.
+    #[default]
+    No,
+    /// Their mean over the heads, `[B, Lq, Lk]` (PyTorch's default).
+    Averaged,
+    /// Those of each head, `[B, H, Lq, Lk]`.
+    PerHead,
+}
+
+/// Where a layer call writes. Each needs a buffer of its own, which no input shares.
+#[derive(Debug, Clone, Copy)]
+#[non_exhaustive]
+pub struct MultiHeadOutputs<'a> {
+    /// `[B, Lq, E]`, or `[Lq, E]` as the query; any strides, F32 or F16.
+    pub output: &'a Tensor,
+    /// Weights of each head, `[B, H, Lq, Lk + extra keys]`, contiguous F32.
+    pub weights: Option<&'a Tensor>,
+    /// Their mean over the heads, `[B, Lq, Lk + extra keys]`, contiguous F32.
+    pub mean_weights: Option<&'a Tensor>,
+}
+
+impl<'a> MultiHeadOutputs<'a> {
+    /// The output alone.
+    pub fn new(output: &'a Tensor) -> Self {
+        Self {
+            output,
+            weights: None,
+            mean_weights: None,
+        }
+    }
+
+    /// Asks for the weights of each head.
+    pub fn weights(mut self, weights: &'a Tensor) -> Self {
+        self.weights = Some(weights);
+        self
+    }
+
+    /// Asks for the mean of the weights over the heads.
+    pub fn mean_weights(mut self, weights: &'a Tensor) -> Self {
+        self.mean_weights = Some(weights);
+        self
+    }
+
+    pub(super) fn tensors(&self) -> impl Iterator<Item = (&'static str, &'a Tensor)> {
+        [
+            ("output", Some(self.output)),
+            ("weights", self.weights),
+            ("mean_weights", self.mean_weights),
+        ]
+        .into_iter()
+        .filter_map(|(name, tensor)| tensor.map(|tensor| (name, tensor)))
+    }
+}
+
+/// What [`MultiHeadAttention::forward`](crate::MultiHeadAttention::forward) computed.
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub struct MultiHeadResult {
+    /// `[B, Lq, E]`, or `[Lq, E]` for a query without a batch.
+    pub output: Tensor,
+    /// As [`NeedWeights`] asked: `[B, H, Lq, Lk]` or `[B, Lq, Lk]`; without a batch `[H, Lq, Lk]` or `[Lq, Lk]`.
+    /// `bias_k` and the key of zeros have columns of their own, last.
+    pub weights: Option<Tensor>,
+}
+
+/// Sizes of one call.
+#[derive(Clone, Copy)]
+pub(super) struct Sizes {
+    pub(super) batched: bool,
+    pub(super) batch: usize,
+    pub(super) queries: usize,
+    /// Keys of the sequence.
+    pub(super) keys: usize,
+    /// With those that follow it.
+    pub(super) all_keys: usize,
+}
+
+impl Sizes {
+    /// Checks the inputs against the configuration and each other.
+    pub(super) fn new(
+        gpu: &Gpu,
+        config: &MultiHeadAttentionConfig,
+        inputs: &MultiHeadInputs,
+    ) -> Result<Self> {
+        for (name, tensor) in inputs.tensors() {
+            check_device(gpu, name, tensor)?;
+        }
+        let rank = inputs.query.shape().len();
+        let (batch, queries) = match *inputs.query.shape() {
+            [batch, queries, width] if width == config.embed_dim => (batch, queries),
+            [queries, width] if width == config.embed_dim => (1, queries),
+            ref other => {
+                return Err(Error::Shape(format!(
+                    "query has shape {other:?}: expected [B, L, {0}] or [L, {0}]",
+                    config.embed_dim
+                )));
+            }
+        };
+        let keys = inputs.key().shape().iter().rev().nth(1).copied().unwrap_or(0);
+        let batch_axis = if rank == 3 { vec![batch] } else { vec![] };
+        let expected = |width: usize| [&batch_axis[..], &[keys, width]].concat();
+        for (name, tensor, width, size_name) in [
+            ("key", inputs.key(), config.kdim, "kdim"),
+            ("value", inputs.value(), config.vdim, "vdim"),
+        ] {
+            if tensor.shape() != expected(width) {
+                return Err(Error::Shape(format!(
+                    "{name} has shape {:?}, expected {:?}: query {:?}, {size_name} {width}",
+                    tensor.shape(),
+                    expected(width),
+                    inputs.query.shape()
+                )));
+            }
+        }
+        for (name, tensor) in [
+            ("query", inputs.query),
+            ("key", inputs.key()),
+            ("value", inputs.value()),
+        ] {
+            check_float(name, tensor)?;
+        }
+        Ok(Self {
+            batched: rank == 3,
+            batch,
+            queries,
+            keys,
+            all_keys: keys + config.extra_keys(),
+        })
+    }
+}

@@ -1,0 +1,447 @@
+//! The layer: projections, attention, output projection, with PyTorch's vocabulary.
+
+mod inputs;
+mod projection;
+
+pub use inputs::{MultiHeadInputs, MultiHeadOutputs, MultiHeadResult, NeedWeights};
+
+use inputs::Sizes;
+use projection::Projection;
+
+use crate::{
+    Attention, AttentionInputs, AttentionOptions, AttentionOutputs, AttentionPath, AttentionShape, Causal,
+    DType, Error, Gpu, MultiHeadAttentionConfig, Parameters, Plan, Result, Tensor,
+    gpu::Scratch,
+    inputs::{check_device, check_overlaps},
+    kernel::{Batch, Storage},
+    kernels::{copy, linear},
+    linear::{Linear, check_float},
+    plan::Planned,
+    shape::product,
+};
+
+/// Multi-head attention as `torch.nn.MultiheadAttention` computes it, on the GPU from end to end.
+///
+/// ```text
+/// Q, K, V = x W + b   split into heads   Attention(Q, K, V)   heads merged   W_o + b_o
+/// ```
+///
+/// Inputs are batch-first: `[B, L, E]`, or `[L, E]` without a batch. Boolean masks say their polarity
+/// themselves: PyTorch's `attn_mask` and `key_padding_mask`, whose `True` means "ignore", are
+/// [`Mask::ignore`](crate::Mask::ignore); `True` = "attend" is [`Mask::keep`](crate::Mask::keep). PyTorch's
+/// three-axis mask `[B * H, L, S]` is `[B, H, L, S]` here.
+///
+/// Beyond PyTorch's layer, several query heads may share one key head (`num_kv_heads`: grouped-query or multi-query
+/// attention), and a head may have a size of its own (`head_dim`), as in Llama and its kin.
+///
+/// Activations may be F32 or F16 whatever the parameters are stored as; what lies between the projections is f32.
+///
+/// ```
+/// # fn main() -> multihead::Result<()> {
+/// use multihead::{Gpu, MultiHeadAttention, MultiHeadAttentionConfig};
+///
+/// let gpu = Gpu::new()?;
+/// let layer = MultiHeadAttention::seeded(&gpu, MultiHeadAttentionConfig::new(64, 4), 1)?;
+/// let x = vec![0.5; 2 * 10 * 64];
+/// let y = layer.forward_host(&x, &[2, 10, 64])?; // from host data to host data
+/// assert_eq!(y.len(), x.len());
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Debug, Clone)]
+pub struct MultiHeadAttention {
+    gpu: Gpu,
+    config: MultiHeadAttentionConfig,
+    projection: Projection,
+    output: Linear,
+    /// Learned key and value behind the sequence, `[1, Hkv, 1, D]` each.
+    bias_kv: Option<[Tensor; 2]>,
+    /// A zero that is read for every element of the key of zeros.
+    zero: Option<Tensor>,
+    /// One operator per causal order; they differ in nothing else.
+    attention: [Attention; 3],
+}
+
+impl MultiHeadAttention {
+    /// A layer with these parameters, uploaded in the configuration's element type.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Option`] for sizes that do not fit, [`Error::Shape`] for
+    /// parameters that do not fit them, and the device's errors.
+    pub fn new(gpu: &Gpu, config: MultiHeadAttentionConfig, parameters: &Parameters) -> Result<Self> {
+        config.validate()?;
+        parameters.validate(&config)?;
+        let upload = |values: &[f32], shape: &[usize]| match config.dtype {
+            DType::F16 => {
+                let halves: Vec<half::f16> = values.iter().map(|&value| half::f16::from_f32(value)).collect();
+                Tensor::upload(gpu, &halves, shape)
+            }
+            _ => Tensor::upload(gpu, values, shape),
+        };
+        let vector = |values: &Option<Vec<f32>>, shape: &[usize]| {
+            values.as_ref().map(|values| upload(values, shape)).transpose()
+        };
+        let p = parameters;
+        let projection = Projection::new(&config, p, upload)?;
+        let output = Linear::new(
+            upload(&p.out_proj_weight, &[config.embed_dim, config.q_size()])?,
+            vector(&p.out_proj_bias, &[config.embed_dim])?,
+        )?;
+        let per_head = [1, config.num_kv_heads, 1, config.head_dim()];
+        let bias_kv = match (vector(&p.bias_k, &per_head)?, vector(&p.bias_v, &per_head)?) {
+            (Some(key), Some(value)) => Some([key, value]),
+            _ => None,
+        };
+        let zero = if config.add_zero_attn {
+            Some(Tensor::upload(gpu, &[0.0f32], &[1, 1, 1, 1])?)
+        } else {
+            None
+        };
+        let options = |causal| AttentionOptions {
+            causal,
+            always_visible_keys: config.extra_keys(),
+            ..config.attention.clone()
+        };
+        let attention = [
+            Attention::new(gpu, options(Causal::None))?,
+            Attention::new(gpu, options(Causal::TopLeft))?,
+            Attention::new(gpu, options(Causal::BottomRight))?,
+        ];
+        Ok(Self {
+            gpu: gpu.clone(),
+            config,
+            projection,
+            output,
+            bias_kv,
+            zero,
+            attention,
+        })
+    }
+
+    /// A layer whose parameters are drawn from PyTorch's distributions ([`Parameters::init`]).
+    ///
+    /// # Errors
+    ///
+    /// As [`MultiHeadAttention::new`].
+    pub fn seeded(gpu: &Gpu, config: MultiHeadAttentionConfig, seed: u64) -> Result<Self> {
+        let parameters = Parameters::init(&config, seed)?;
+        Self::new(gpu, config, &parameters)
+    }
+
+    /// A layer from the bytes of a safetensors file ([`Parameters::from_safetensors`]).
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Checkpoint`] names every tensor that is missing, extra or misshapen; else as
+    /// [`MultiHeadAttention::new`].
+    pub fn from_safetensors(
+        gpu: &Gpu,
+        config: MultiHeadAttentionConfig,
+        bytes: &[u8],
+        prefix: &str,
+    ) -> Result<Self> {
+        let parameters = Parameters::from_safetensors(&config, bytes, prefix)?;
+        Self::new(gpu, config, &parameters)
+    }
+
+    /// The same layer with the path of its attention forced; [`Attention::choice`] tells what is chosen otherwise.
+    pub fn with_path(mut self, path: AttentionPath) -> Self {
+        self.attention = self.attention.map(|attention| attention.with_path(path));
+        self
+    }
+
+    /// The operator of the layer's attention, in the configuration's causal order.
+    pub fn attention(&self) -> &Attention {
+        &self.attention[self.config.attention.causal as usize]
+    }
+
+    /// Copies the parameters back to the host, for [`Parameters::to_safetensors`]. Waits.
+    ///
+    /// # Errors
+    ///
+    /// As [`Tensor::download`].
+    pub fn parameters(&self) -> Result<Parameters> {
+        let values = |tensor: &Tensor| match tensor.dtype() {
+            DType::F16 => Ok(tensor
+                .download::<half::f16>()?
+                .iter()
+                .map(|value| value.to_f32())
+                .collect()),
+            _ => tensor.download::<f32>(),
+        };
+        let optional = |tensor: Option<&Tensor>| tensor.map(values).transpose();
+        let mut parameters = Parameters::zeros(&self.config)?;
+        let [(q, q_bias), (k, k_bias), (v, v_bias)] = [
+            self.projection.get(0, 1)?,
+            self.projection.get(1, 1)?,
+            self.projection.get(2, 1)?,
+        ];
+        parameters.q_proj_weight = values(&q)?;
+        parameters.k_proj_weight = values(&k)?;
+        parameters.v_proj_weight = values(&v)?;
+        parameters.q_proj_bias = optional(q_bias.as_ref())?;
+        parameters.k_proj_bias = optional(k_bias.as_ref())?;
+        parameters.v_proj_bias = optional(v_bias.as_ref())?;
+        parameters.out_proj_weight = values(self.output.weight())?;
+        parameters.out_proj_bias = optional(self.output.bias())?;
+        parameters.bias_k = optional(self.bias_kv.as_ref().map(|[key, _]| key))?;
+        parameters.bias_v = optional(self.bias_kv.as_ref().map(|[_, value]| value))?;
+        Ok(parameters)
+    }
+
+    /// Its sizes and options.
+    pub fn config(&self) -> &MultiHeadAttentionConfig {
+        &self.config
+    }
+
+    /// Its device.
+    pub fn gpu(&self) -> &Gpu {
+        &self.gpu
+    }
+
+    /// Builds the pipelines for activations of this type ahead of the first call.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Shader`] or [`Error::DeviceLost`].
+    pub fn warm_up(&self, dtype: DType) -> Result<()> {
+        let (gpu, config) = (&self.gpu, &self.config);
+        let activations = Storage::of(gpu, dtype)?;
+        let parameters = Storage::of(gpu, config.dtype)?;
+        let bias = |given| if given { parameters } else { Storage::F32 };
+        for (input, bias, output) in [
+            (activations, bias(config.bias), Storage::F32),
+            (Storage::F32, bias(config.out_bias), activations),
+        ] {
+            let storages = [input, parameters, bias, output];
+            let tile = gpu.linear_tile(storages, config.embed_dim, false)?.tile;
+            gpu.kernel(&linear::variant(tile, input, parameters, bias, output))?;
+        }
+        if self.bias_kv.is_some() {
+            gpu.kernel(&copy::variant(parameters, Storage::F32))?;
+        }
+        if self.zero.is_some() {
+            gpu.kernel(&copy::variant(Storage::F32, Storage::F32))?;
+        }
+        self.attention()
+            .warm_up(DType::F32, config.head_dim(), config.head_dim())
+    }
+
+    /// From host data to host data: self-attention over `x` of `shape` `[B, L, E]` or `[L, E]`. Waits.
+    ///
+    /// # Errors
+    ///
+    /// As [`MultiHeadAttention::record`] and [`Tensor::download`].
+    pub fn forward_host(&self, x: &[f32], shape: &[usize]) -> Result<Vec<f32>> {
+        let x = Tensor::upload(&self.gpu, x, shape)?;
+        self.forward(&MultiHeadInputs::new(&x), NeedWeights::No)?
+            .output
+            .download()
+    }
+
+    /// Allocates the outputs, of the query's type, records the call, and submits it. Does not wait; downloads do.
+    ///
+    /// # Errors
+    ///
+    /// As [`MultiHeadAttention::record`].
+    pub fn forward(&self, inputs: &MultiHeadInputs, need_weights: NeedWeights) -> Result<MultiHeadResult> {
+        let gpu = &self.gpu;
+        let sizes = Sizes::new(gpu, &self.config, inputs)?;
+        let output = Tensor::zeros(gpu, inputs.query.dtype(), inputs.query.shape())?;
+        let batch = if sizes.batched { vec![sizes.batch] } else { vec![] };
+        let heads = if need_weights == NeedWeights::PerHead {
+            vec![self.config.num_heads]
+        } else {
+            vec![]
+        };
+        let weights_shape = [batch, heads, vec![sizes.queries, sizes.all_keys]].concat();
+        let weights = match need_weights {
+            NeedWeights::No => None,
+            _ => Some(Tensor::zeros(gpu, DType::F32, &weights_shape)?),
+        };
+        let mut outputs = MultiHeadOutputs::new(&output);
+        match need_weights {
+            NeedWeights::No => {}
+            NeedWeights::Averaged => outputs.mean_weights = weights.as_ref(),
+            NeedWeights::PerHead => outputs.weights = weights.as_ref(),
+        }
+        let mut encoder = gpu.encoder();
+        self.record(&mut encoder, inputs, &outputs)?;
+        gpu.submit(encoder)?;
+        Ok(MultiHeadResult { output, weights })
+    }
+
+    /// What [`MultiHeadAttention::forward`] would take for contiguous inputs `[batch, queries, E]` and
+    /// `[batch, keys, E]`, without masks; `keys` is `None` in self-attention. The layer's parameters are held already
+    /// and not counted. Nothing is allocated, built or run.
+    ///
+    /// ```
+    /// # fn main() -> multihead::Result<()> {
+    /// use multihead::{DType, Gpu, MultiHeadAttention, MultiHeadAttentionConfig, NeedWeights};
+    ///
+    /// let layer = MultiHeadAttention::seeded(&Gpu::new()?, MultiHeadAttentionConfig::new(512, 8), 1)?;
+    /// let plan = layer.plan(1, 2048, None, DType::F32, NeedWeights::No)?;
+    /// // Queries, keys, values and what attention gives, of 4 MiB each: nothing grows with the square of the length.
+    /// assert_eq!(plan.scratch, 4 * (2048 * 512 * 4));
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// As [`MultiHeadAttention::forward`].
+    pub fn plan(
+        &self,
+        batch: usize,
+        queries: usize,
+        keys: Option<usize>,
+        dtype: DType,
+        need_weights: NeedWeights,
+    ) -> Result<Plan> {
+        let (gpu, config) = (&self.gpu, &self.config);
+        let mut given = Planned::new(gpu);
+        let query = given.tensor(dtype, &[batch, queries, config.embed_dim])?;
+        let cross = match keys {
+            Some(keys) => Some((
+                given.tensor(dtype, &[batch, keys, config.kdim])?,
+                given.tensor(dtype, &[batch, keys, config.vdim])?,
+            )),
+            None => None,
+        };
+        let mut inputs = MultiHeadInputs::new(&query);
+        if let Some((key, value)) = &cross {
+            (inputs.key, inputs.value) = (Some(key), Some(value));
+        }
+        let all_keys = keys.unwrap_or(queries) + config.extra_keys();
+        let mut results = Planned::new(gpu);
+        let output = results.tensor(dtype, query.shape())?;
+        let shape = AttentionShape {
+            kv_heads: config.num_kv_heads,
+            keys: all_keys,
+            ..AttentionShape::new(batch, config.num_heads, queries, config.head_dim())
+        };
+        let weights = match need_weights {
+            NeedWeights::No => None,
+            NeedWeights::Averaged => Some(results.tensor(DType::F32, &[batch, queries, all_keys])?),
+            NeedWeights::PerHead => Some(results.tensor(DType::F32, &shape.weights())?),
+        };
+        let mut outputs = MultiHeadOutputs::new(&output);
+        match need_weights {
+            NeedWeights::No => {}
+            NeedWeights::Averaged => outputs.mean_weights = weights.as_ref(),
+            NeedWeights::PerHead => outputs.weights = weights.as_ref(),
+        }
+        let path = self.attention().chosen_path(&shape, weights.is_some())?;
+        let mut planned = Batch::planned(gpu);
+        self.prepare(&mut planned, &inputs, &outputs)?;
+        Ok(Plan::new(path, planned, given.bytes, results.bytes))
+    }
+
+    /// Records the call into `encoder`, which must come from the same device. Nothing is submitted, waited for
+    /// or read back; see [`Attention::record`].
+    ///
+    /// # Errors
+    ///
+    /// Sizes, types, devices and overlaps that do not fit, or more than the device allows; then nothing has
+    /// been recorded.
+    pub fn record(
+        &self,
+        encoder: &mut wgpu::CommandEncoder,
+        inputs: &MultiHeadInputs,
+        outputs: &MultiHeadOutputs,
+    ) -> Result<()> {
+        let mut batch = Batch::new(&self.gpu);
+        self.prepare(&mut batch, inputs, outputs)?;
+        batch.record(encoder)
+    }
+
+    fn prepare(&self, batch: &mut Batch, inputs: &MultiHeadInputs, outputs: &MultiHeadOutputs) -> Result<()> {
+        let gpu = &self.gpu;
+        let config = &self.config;
+        let sizes = Sizes::new(gpu, &self.config, inputs)?;
+        for (name, tensor) in outputs.tensors() {
+            check_device(gpu, name, tensor)?;
+        }
+        if !batch.is_planned() {
+            check_overlaps(inputs.tensors(), outputs.tensors())?;
+        }
+        if outputs.output.shape() != inputs.query.shape() {
+            return Err(Error::Shape(format!(
+                "output has shape {:?}, expected the query's {:?}",
+                outputs.output.shape(),
+                inputs.query.shape()
+            )));
+        }
+        check_float("output", outputs.output)?;
+        if let Some(mask) = inputs.attn_mask {
+            mask.strides(
+                "attn_mask",
+                [sizes.batch, config.num_heads, sizes.queries, sizes.keys],
+            )?;
+        }
+
+        let [query, key, value] = self.projection.project(gpu, batch, config, inputs, sizes)?;
+        let behind = |tensor: &Tensor, row: usize| tensor.slice(2, row..row + 1);
+        let mut row = sizes.keys;
+        if let Some(bias_kv) = &self.bias_kv {
+            for (source, target) in bias_kv.iter().zip([&key, &value]) {
+                let target = behind(target, row)?;
+                copy::push(
+                    batch,
+                    "bias_k or bias_v",
+                    &source.broadcast_to(target.shape())?,
+                    &target,
+                )?;
+            }
+            row += 1;
+        }
+        if let Some(zero) = &self.zero {
+            for target in [&key, &value] {
+                let target = behind(target, row)?;
+                copy::push(
+                    batch,
+                    "the key of zeros",
+                    &zero.broadcast_to(target.shape())?,
+                    &target,
+                )?;
+            }
+        }
+
+        let merged = [sizes.batch, sizes.queries, config.q_size()];
+        let bytes = product(&merged).saturating_mul(4);
+        let context = Tensor::of_scratch(
+            gpu,
+            batch.scratch(Scratch::Context, bytes)?,
+            0,
+            DType::F32,
+            &merged,
+        )?;
+        let key_padding_mask = inputs.padding(sizes)?;
+        let with_batch = |tensor: &Tensor| {
+            if sizes.batched {
+                Ok(tensor.clone())
+            } else {
+                tensor.reshape(&[&[1], tensor.shape()].concat())
+            }
+        };
+        let weights = outputs.weights.map(with_batch).transpose()?;
+        let mean_weights = outputs.mean_weights.map(with_batch).transpose()?;
+        let mut attention_inputs = AttentionInputs::new(&query, &key, &value);
+        attention_inputs.mask = inputs.attn_mask;
+        attention_inputs.key_mask = key_padding_mask.as_ref();
+        attention_inputs.kv_lengths = inputs.kv_lengths;
+        let mut attention_outputs = AttentionOutputs::new(&context);
+        attention_outputs.weights = weights.as_ref();
+        attention_outputs.mean_weights = mean_weights.as_ref();
+        let causal = inputs.causal.unwrap_or(config.attention.causal);
+        self.attention[causal as usize].prepare(batch, &attention_inputs, &attention_outputs)?;
+
+        let context = if sizes.batched {
+            context
+        } else {
+            context.reshape(&merged[1..])?
+        };
+        self.output.prepare(batch, &context, outputs.output)
+    }
+}
