@@ -176,7 +176,7 @@ impl Linear {
     }
 }
 
-fn check_contiguous(what: &str, tensor: &Tensor) -> Result<()> {
+pub(crate) fn check_contiguous(what: &str, tensor: &Tensor) -> Result<()> {
     if tensor.is_contiguous() {
         return Ok(());
     }

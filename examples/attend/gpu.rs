@@ -1,10 +1,12 @@
 //! A case on the GPU.
 
-use super::case::{Answer, Answers, Case, CaseError, CaseMask, Floats, Hiding, Layer, MaskData, Op, Sdpa};
+use super::case::{
+    Answer, Answers, Case, CaseError, CaseMask, Floats, Hiding, Layer, MaskData, Op, Rotary, Sdpa,
+};
 use half::f16;
 use multihead::{
     Attention, AttentionInputs, AttentionPath, DType, Gpu, KvLengths, Mask, MultiHeadAttention,
-    MultiHeadInputs, NeedWeights, Parameters, Result, Tensor, Wanted,
+    MultiHeadInputs, NeedWeights, Parameters, Result, RotaryPositions, Tensor, Wanted,
 };
 
 /// Computes every answer that the operator has; the weights only if they are wanted. Where the fused path is asked
@@ -24,6 +26,7 @@ pub(crate) fn run(
             op.past.is_some() || case.expected.contains_key("present_key"),
         ),
         Op::Layer(op) => layer(gpu, op, weights, path),
+        Op::Rotary(op) => rotary(gpu, op),
         Op::Packed(_) => return Err(CaseError::Unsupported("packed sequences on the GPU".to_owned())),
     };
     answers.map_err(|error| CaseError::Bad(error.to_string()))
@@ -131,6 +134,33 @@ fn layer(gpu: &Gpu, op: &Layer, weights: bool, path: AttentionPath) -> Result<An
         answers.insert("weights", answer(&weights)?);
     }
     Ok(answers)
+}
+
+fn rotary(gpu: &Gpu, op: &Rotary) -> Result<Answers> {
+    let input = upload(gpu, &op.input)?;
+    let rotary = multihead::Rotary::from_tables(op.pairing, upload(gpu, &op.cos)?, upload(gpu, &op.sin)?)?;
+    let output = Tensor::zeros(gpu, input.dtype(), input.shape())?;
+    let heads = |tensor: &Tensor| {
+        if op.flat {
+            tensor.split_heads(op.shape[1])
+        } else {
+            Ok(tensor.clone())
+        }
+    };
+    let ids = match &op.positions {
+        Some(positions) => {
+            let words: Vec<u32> = positions.iter().map(|&position| position as u32).collect();
+            Some(Tensor::upload(gpu, &words, &[op.shape[0], op.shape[2]])?)
+        }
+        None => None,
+    };
+    let positions = ids
+        .as_ref()
+        .map_or(RotaryPositions::Start(0), RotaryPositions::Each);
+    let mut encoder = gpu.encoder();
+    rotary.record(&mut encoder, &heads(&input)?, positions, &heads(&output)?)?;
+    gpu.submit(encoder)?;
+    Ok(Answers::from([("output", answer(&output)?)]))
 }
 
 /// The layer's parameters. A bias that the file leaves out while it has others is zero.
