@@ -3,11 +3,13 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::print_stdout)]
 
 mod attention;
+mod cache;
 mod cases;
 mod device;
 mod errors;
 mod field;
 mod layer;
 mod linear;
+mod rotary;
 mod support;
 mod tensor;
