@@ -103,6 +103,10 @@ pub fn rotary<T: Real>(
         )));
     }
     let mut y = x.to_vec();
+    if x.is_empty() {
+        // Its other axes may be longer than any loop.
+        return Ok(y);
+    }
     for b in 0..batch {
         for h in 0..heads {
             for l in 0..rows {
