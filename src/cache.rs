@@ -115,9 +115,9 @@ pub struct KvCache {
 pub(crate) struct State {
     /// Positions of each sequence, those that a rolling cache has forgotten included.
     lengths: Vec<usize>,
-    /// The largest number of positions that each had since it was empty: in a rolling cache, what was taken back
-    /// has overwritten what was older still.
-    written: Vec<usize>,
+    /// The position of each sequence from which on all are held: a rolling cache overwrites the older ones, also with
+    /// positions that are then taken back.
+    held: Vec<usize>,
     /// `lengths` on the GPU. Every state has a buffer of its own: calls that were recorded before keep theirs.
     pub(crate) on_gpu: KvLengths,
     /// The slots in use by the longest sequence.
@@ -487,7 +487,7 @@ impl KvCache {
             )));
         }
         let mut lengths = self.state.lengths.clone();
-        let mut written = self.state.written.clone();
+        let mut held = self.state.held.clone();
         for (sequence, &count) in counts.iter().enumerate() {
             if count > rows {
                 return Err(Error::Shape(format!(
@@ -497,9 +497,9 @@ impl KvCache {
             let length = lengths[sequence].saturating_add(count);
             self.check_room(sequence, count, length)?;
             lengths[sequence] = length;
-            written[sequence] = written[sequence].max(length);
+            held[sequence] = held[sequence].max(length.saturating_sub(self.shape.capacity));
         }
-        let next = self.state_of(lengths, written)?;
+        let next = self.state_of(lengths, held)?;
         let most = counts.iter().copied().max().unwrap_or(0);
         let tables = self.rotary.as_ref().map(Rotary::bind).transpose()?;
         for (name, input, tables, output) in [
@@ -599,23 +599,21 @@ impl KvCache {
     }
 
     fn shorten(&mut self, lengths: Vec<usize>) -> Result<()> {
-        let mut written = self.state.written.clone();
+        let mut held = self.state.held.clone();
         for (sequence, &length) in lengths.iter().enumerate() {
             if let Some(window) = self.window.filter(|_| length < self.state.lengths[sequence]) {
                 self.check_window(sequence, length, length, window)?;
             }
-            if length == 0 {
-                written[sequence] = 0;
-            }
+            held[sequence] = held[sequence].min(length);
         }
-        self.state = self.state_of(lengths, written)?;
+        self.state = self.state_of(lengths, held)?;
         Ok(())
     }
 
     /// Whether a rolling cache still holds what position `position` of a sequence sees before `length`.
     fn check_window(&self, sequence: usize, length: usize, position: usize, window: usize) -> Result<()> {
         let first_seen = (position + 1).saturating_sub(window);
-        let first_held = self.state.written[sequence].saturating_sub(self.shape.capacity);
+        let first_held = self.state.held[sequence];
         if first_seen >= first_held || first_seen >= length {
             return Ok(());
         }
@@ -648,7 +646,7 @@ impl KvCache {
             return Ok(());
         }
         let of = |values: &[usize]| sources.iter().map(|&source| values[source]).collect::<Vec<_>>();
-        let next = self.state_of(of(&self.state.lengths), of(&self.state.written))?;
+        let next = self.state_of(of(&self.state.lengths), of(&self.state.held))?;
         let used = sources
             .iter()
             .enumerate()
@@ -700,14 +698,14 @@ impl KvCache {
         self.state.lengths.iter().copied().max().unwrap_or(0)
     }
 
-    fn state_of(&self, lengths: Vec<usize>, written: Vec<usize>) -> Result<State> {
+    fn state_of(&self, lengths: Vec<usize>, held: Vec<usize>) -> Result<State> {
         State::new(
             &self.gpu,
             &self.keys,
             &self.values,
             self.shape.capacity,
             lengths,
-            written,
+            held,
         )
     }
 }
@@ -719,7 +717,7 @@ impl State {
         values: &Tensor,
         capacity: usize,
         lengths: Vec<usize>,
-        written: Vec<usize>,
+        held: Vec<usize>,
     ) -> Result<Self> {
         let words: Vec<u32> = lengths.iter().map(|&length| length as u32).collect();
         // Attention takes the length of a sequence that has gone round for the number of slots.
@@ -729,7 +727,7 @@ impl State {
             keys: keys.slice(2, 0..used)?,
             values: values.slice(2, 0..used)?,
             lengths,
-            written,
+            held,
         })
     }
 }

@@ -106,7 +106,7 @@ impl RotaryOptions {
     pub fn validate(&self) -> Result<()> {
         let refuse = |text: String| Err(Error::Option(text));
         let positive = |x: f64| x.is_finite() && x > 0.0;
-        if self.rotary_dim == 0 || self.rotary_dim % 2 != 0 || self.rotary_dim > MAX_AXIS {
+        if self.rotary_dim == 0 || !self.rotary_dim.is_multiple_of(2) || self.rotary_dim > MAX_AXIS {
             return refuse(format!(
                 "rotary_dim = {}: must be even, above 0 and at most {MAX_AXIS}",
                 self.rotary_dim

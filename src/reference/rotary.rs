@@ -86,7 +86,7 @@ pub fn rotary<T: Real>(
     let [batch, heads, rows, size] = shape;
     check_len("x", x.len(), &shape)?;
     check_len("positions", positions.len(), &[batch, rows])?;
-    if rotary_dim % 2 != 0 || rotary_dim > size {
+    if !rotary_dim.is_multiple_of(2) || rotary_dim > size {
         return Err(Error::Shape(format!(
             "rotary_dim = {rotary_dim} of heads of {size}: must be even and at most that"
         )));

@@ -350,8 +350,8 @@ impl Machine {
             .map(|(position, row)| self.rotated(&narrow(row), shape.kv_heads, position))
             .collect();
         for h in 0..shape.kv_heads {
-            for position in 0..length {
-                k.extend_from_slice(&turned[position][h * shape.head_dim..][..shape.head_dim]);
+            for (position, key) in turned.iter().enumerate() {
+                k.extend_from_slice(&key[h * shape.head_dim..][..shape.head_dim]);
                 v.extend(narrow(
                     &self.values[b][position][h * shape.value_dim..][..shape.value_dim],
                 ));
@@ -517,7 +517,7 @@ impl Machine {
 }
 
 proptest! {
-    #![proptest_config(support::property(150))]
+    #![proptest_config(support::property(400))]
 
     /// Any sequence of operations leaves what the model holds, and attention sees it, also when many operations share an
     /// encoder.
