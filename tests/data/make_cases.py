@@ -422,10 +422,16 @@ def rotary_cases():
     def collect(node, inputs, outputs, name):
         name = name.replace("test_", "onnx_23_")
         given = dict(zip(node.input, inputs, strict=True))
-        feed = {key: value.astype(np.float64) if value.dtype == np.float32 else value for key, value in given.items()}
+        feed = {
+            key: value.astype(np.float64) if value.dtype == np.float32 else value
+            for key, value in given.items()
+        }
         expected = ReferenceEvaluator(node).run(None, feed)[0]
         assert distance(expected, outputs[0]) < 1e-6, f"{name}: float64 moves the node test's answer"
-        inputs = {key: value.astype(np.int32) if value.dtype == np.int64 else value for key, value in given.items()}
+        inputs = {
+            key: value.astype(np.int32) if value.dtype == np.int64 else value
+            for key, value in given.items()
+        }
         options = {item.name: item.i for item in node.attribute}
         if "interleaved" in options:
             options["interleaved"] = bool(options["interleaved"])
