@@ -442,11 +442,16 @@ impl KvCache {
         let mut batch = Batch::new(&self.gpu);
         let next = self.prepare_append(&mut batch, key, value, counts)?;
         batch.record(encoder)?;
-        self.state = next;
+        self.commit(next);
         Ok(())
     }
 
-    /// Checks an append and adds its dispatches; the state is the cache's once they are recorded.
+    /// Takes the state that an append leaves behind, once it is recorded.
+    pub(crate) fn commit(&mut self, next: State) {
+        self.state = next;
+    }
+
+    /// Checks an append and adds its dispatches. Attention in the same batch reads the state that it gives.
     pub(crate) fn prepare_append(
         &self,
         batch: &mut Batch,
@@ -662,7 +667,7 @@ impl KvCache {
             }
         }
         batch.record(encoder)?;
-        self.state = next;
+        self.commit(next);
         Ok(())
     }
 
