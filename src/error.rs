@@ -78,6 +78,9 @@ pub enum Error {
     /// One buffer as input and output of the same call.
     #[error("overlapping buffers: {0}")]
     Overlap(String),
+    /// More positions than a key/value cache, or tables of positions, were made for.
+    #[error("capacity: {0}")]
+    Capacity(String),
     /// More than this device allows.
     #[error("device limit: {what} needs {needs}, this device allows {allows} ({limit}); {advice}")]
     Limit {

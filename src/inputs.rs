@@ -257,6 +257,14 @@ impl KvLengths {
         })
     }
 
+    /// Lengths in a tensor whose values the host knows too; none of them counts as more than `longest`.
+    pub(crate) fn known(tensor: Tensor, longest: usize) -> Self {
+        Self {
+            tensor,
+            longest: Some(longest),
+        }
+    }
+
     pub(crate) fn tensor(&self) -> &Tensor {
         &self.tensor
     }

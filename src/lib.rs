@@ -4,6 +4,7 @@ pub use half::f16;
 pub use wgpu;
 
 mod attention;
+mod cache;
 mod choose;
 mod config;
 mod dtype;
@@ -19,6 +20,7 @@ mod options;
 mod packed;
 mod plan;
 pub mod reference;
+mod rotary;
 mod self_check;
 mod shape;
 mod tensor;
@@ -26,6 +28,7 @@ mod tuning;
 mod weights;
 
 pub use attention::{Attention, AttentionPath, AttentionResult, Choice, Wanted};
+pub use cache::{KvCache, KvCacheShape};
 pub use config::MultiHeadAttentionConfig;
 pub use dtype::{DType, Element};
 pub use error::{Error, Result};
@@ -36,6 +39,7 @@ pub use multi_head::{MultiHeadAttention, MultiHeadInputs, MultiHeadOutputs, Mult
 pub use options::{Align, AttentionOptions, Causal};
 pub use packed::{CuSeqlens, PackedInputs, PackedOutputs, PackedResult};
 pub use plan::Plan;
+pub use rotary::{Rotary, RotaryOptions, RotaryPairing, RotaryPositions, RotaryScaling};
 pub use self_check::VariantCheck;
 pub use shape::{AttentionShape, MAX_AXIS};
 pub use tensor::Tensor;

@@ -240,7 +240,7 @@ pub(crate) fn fits(gpu: &Gpu, tensor: &Tensor, piece: &[Range<usize>; 2]) -> boo
     slice(tensor, piece).is_ok_and(|part| Binding::fits(gpu, &part, &(0..part.extent())))
 }
 
-fn check_contiguous(what: &str, tensor: &Tensor) -> Result<()> {
+pub(crate) fn check_contiguous(what: &str, tensor: &Tensor) -> Result<()> {
     if tensor.is_contiguous() {
         return Ok(());
     }

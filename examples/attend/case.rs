@@ -9,7 +9,9 @@
 #![allow(dead_code)]
 
 use multihead::reference::{LayerParameters, Mask};
-use multihead::{Align, AttentionOptions, AttentionShape, Causal, DType, MultiHeadAttentionConfig};
+use multihead::{
+    Align, AttentionOptions, AttentionShape, Causal, DType, MultiHeadAttentionConfig, RotaryPairing,
+};
 use safetensors::tensor::TensorView;
 use safetensors::{Dtype, SafeTensors};
 use serde_json::{Map, Value};
@@ -194,11 +196,28 @@ pub(crate) struct Packed {
     pub(crate) sinks: Option<Vec<f32>>,
 }
 
+/// A rotary embedding.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct Rotary {
+    /// `[B, H, L, D]`.
+    pub(crate) shape: [usize; 4],
+    /// Input and output are `[B, L, H*D]` rather than `[B, H, L, D]`.
+    pub(crate) flat: bool,
+    pub(crate) input: Floats,
+    /// `[positions, rotary_dim / 2]`; without positions `[B, L, rotary_dim / 2]`.
+    pub(crate) cos: Floats,
+    pub(crate) sin: Floats,
+    /// `[B, L]`.
+    pub(crate) positions: Option<Vec<usize>>,
+    pub(crate) pairing: RotaryPairing,
+}
+
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) enum Op {
     Sdpa(Sdpa),
     Layer(Layer),
     Packed(Packed),
+    Rotary(Rotary),
 }
 
 /// A right answer.
@@ -337,6 +356,7 @@ impl Case {
             "sdpa" => Op::Sdpa(read_sdpa(&mut inputs, &mut options)?),
             "mha" => Op::Layer(read_layer(bytes, &mut inputs, &mut options)?),
             "packed" => Op::Packed(read_packed(&mut inputs, &mut options)?),
+            "rotary" => Op::Rotary(read_rotary(&mut inputs, &mut options)?),
             other => return unsupported(format!("op {other:?}")),
         };
         if let Some(option) = options.0.keys().next() {
@@ -356,6 +376,7 @@ impl Case {
             Op::Sdpa(_) => &["output", "weights", "lse", "present_key", "present_value"],
             Op::Layer(_) => &["output", "weights"],
             Op::Packed(_) => &["output", "lse"],
+            Op::Rotary(_) => &["output"],
         };
         if let Some(name) = case
             .expected
@@ -385,6 +406,7 @@ impl Case {
                 op.config.head_dim(),
             ),
             Op::Packed(op) => ([1, op.heads, op.query.shape[0]], 0, op.value.shape[2]),
+            Op::Rotary(op) => ([op.shape[0], op.shape[1], op.shape[2]], 0, op.shape[3]),
         };
         let rows: u128 = rows.iter().map(|&axis| axis as u128).product();
         let elements = rows.saturating_mul(if weights { keys.max(size) } else { size } as u128);
@@ -984,6 +1006,68 @@ fn read_packed(inputs: &mut Inputs<'_>, options: &mut Options) -> Result<Packed>
         cu_seqlens_q,
         cu_seqlens_k,
         sinks,
+    })
+}
+
+fn read_rotary(inputs: &mut Inputs<'_>, options: &mut Options) -> Result<Rotary> {
+    let heads = options.count("num_heads")?;
+    let rotary_dim = options.count("rotary_embedding_dim")?;
+    let pairing = if options.flag("interleaved")? {
+        RotaryPairing::Interleaved
+    } else {
+        RotaryPairing::HalfSplit
+    };
+    let [input, cos, sin] = [
+        inputs.needed("input")?,
+        inputs.needed("cos_cache")?,
+        inputs.needed("sin_cache")?,
+    ];
+    let positions = inputs.counts("position_ids")?;
+    let (shape, flat) = match (input.shape.as_slice(), heads) {
+        (&[b, h, l, d], heads) if heads.is_none_or(|heads| heads == h) => ([b, h, l, d], false),
+        (&[b, l, wide], Some(heads)) if wide % heads == 0 => ([b, heads, l, wide / heads], true),
+        (shape, heads) => {
+            return bad(format!(
+                "\"input\" has shape {shape:?}, option \"num_heads\" is {heads:?}"
+            ));
+        }
+    };
+    let [batch, _, rows, size] = shape;
+    let pairs = cos.shape.last().copied().unwrap_or(0);
+    let dim = rotary_dim.unwrap_or(size);
+    let tables = match &positions {
+        Some(_) => vec![cos.shape.first().copied().unwrap_or(0), pairs],
+        None => vec![batch, rows, pairs],
+    };
+    if cos.shape != tables || sin.shape != tables || cos.dtype != sin.dtype {
+        return bad(format!(
+            "\"cos_cache\" has shape {:?} and \"sin_cache\" {:?}, needed is {tables:?} of one type",
+            cos.shape, sin.shape
+        ));
+    }
+    if Some(dim) != pairs.checked_mul(2) || dim > size || cos.data.is_empty() {
+        return bad(format!("{pairs} pairs for {dim} of {size} elements"));
+    }
+    let positions = match positions {
+        None => None,
+        Some((shape, positions)) => {
+            if shape != [batch, rows] || positions.iter().any(|&position| position >= tables[0]) {
+                return bad(format!(
+                    "\"position_ids\" has shape {shape:?}, needed is [{batch}, {rows}] below {}",
+                    tables[0]
+                ));
+            }
+            Some(positions)
+        }
+    };
+    Ok(Rotary {
+        shape,
+        flat,
+        input,
+        cos,
+        sin,
+        positions,
+        pairing,
     })
 }
 

@@ -1,6 +1,6 @@
 //! A case on the CPU: the reference, in f64.
 
-use super::case::{Answer, Answers, Case, Layer, Op, Packed, Sdpa};
+use super::case::{Answer, Answers, Case, Layer, Op, Packed, Rotary, Sdpa};
 use multihead::reference::{
     self, Attention, MultiHead, join_keys, mean_heads, merge_heads, packed_attention, split_heads,
 };
@@ -16,6 +16,7 @@ pub(crate) fn run(case: &Case, weights: bool) -> Result<Answers> {
         ),
         Op::Layer(op) => layer(op, weights),
         Op::Packed(op) => packed(op),
+        Op::Rotary(op) => rotary(op),
     }
 }
 
@@ -175,4 +176,30 @@ fn packed(op: &Packed) -> Result<Answers> {
             },
         ),
     ]))
+}
+
+fn rotary(op: &Rotary) -> Result<Answers> {
+    let [batch, heads, rows, size] = op.shape;
+    let mut x = wide(&op.input.data);
+    if op.flat {
+        x = split_heads(&x, batch, rows, heads, size)?;
+    }
+    let positions = match &op.positions {
+        Some(positions) => positions.clone(),
+        None => (0..batch * rows).collect(),
+    };
+    let mut data = reference::rotary(
+        &x,
+        op.shape,
+        &wide(&op.cos.data),
+        &wide(&op.sin.data),
+        &positions,
+        2 * op.cos.shape.last().copied().unwrap_or(0),
+        op.pairing,
+    )?;
+    if op.flat {
+        data = merge_heads(&data, batch, rows, heads, size)?;
+    }
+    let shape = op.input.shape.clone();
+    Ok(Answers::from([("output", Answer { shape, data })]))
 }

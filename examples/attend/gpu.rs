@@ -1,12 +1,12 @@
 //! A case on the GPU.
 
 use super::case::{
-    Answer, Answers, Case, CaseError, CaseMask, Floats, Hiding, Layer, MaskData, Op, Packed, Sdpa,
+    Answer, Answers, Case, CaseError, CaseMask, Floats, Hiding, Layer, MaskData, Op, Packed, Rotary, Sdpa,
 };
 use half::f16;
 use multihead::{
     Attention, AttentionInputs, AttentionPath, CuSeqlens, DType, Gpu, KvLengths, Mask, MultiHeadAttention,
-    MultiHeadInputs, NeedWeights, PackedInputs, Parameters, Result, Tensor, Wanted,
+    MultiHeadInputs, NeedWeights, PackedInputs, Parameters, Result, RotaryPositions, Tensor, Wanted,
 };
 
 /// Computes every answer that the operator has; the weights only if they are wanted. Where the fused path is asked
@@ -32,6 +32,7 @@ pub(crate) fn run(
             ));
         }
         Op::Packed(op) => packed(gpu, op, path),
+        Op::Rotary(op) => rotary(gpu, op),
     };
     answers.map_err(|error| CaseError::Bad(error.to_string()))
 }
@@ -161,6 +162,33 @@ fn layer(gpu: &Gpu, op: &Layer, weights: bool, path: AttentionPath) -> Result<An
         answers.insert("weights", answer(&weights)?);
     }
     Ok(answers)
+}
+
+fn rotary(gpu: &Gpu, op: &Rotary) -> Result<Answers> {
+    let input = upload(gpu, &op.input)?;
+    let rotary = multihead::Rotary::from_tables(op.pairing, upload(gpu, &op.cos)?, upload(gpu, &op.sin)?)?;
+    let output = Tensor::zeros(gpu, input.dtype(), input.shape())?;
+    let heads = |tensor: &Tensor| {
+        if op.flat {
+            tensor.split_heads(op.shape[1])
+        } else {
+            Ok(tensor.clone())
+        }
+    };
+    let ids = match &op.positions {
+        Some(positions) => {
+            let words: Vec<u32> = positions.iter().map(|&position| position as u32).collect();
+            Some(Tensor::upload(gpu, &words, &[op.shape[0], op.shape[2]])?)
+        }
+        None => None,
+    };
+    let positions = ids
+        .as_ref()
+        .map_or(RotaryPositions::Start(0), RotaryPositions::Each);
+    let mut encoder = gpu.encoder();
+    rotary.record(&mut encoder, &heads(&input)?, positions, &heads(&output)?)?;
+    gpu.submit(encoder)?;
+    Ok(Answers::from([("output", answer(&output)?)]))
 }
 
 /// The layer's parameters.

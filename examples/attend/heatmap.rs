@@ -528,7 +528,7 @@ fn real_keys(op: &Op, batch: usize, keys: usize) -> usize {
     let hiding: &Hiding = match op {
         Op::Sdpa(op) => &op.hiding,
         Op::Layer(op) => &op.hiding,
-        Op::Packed(_) => return keys,
+        Op::Packed(_) | Op::Rotary(_) => return keys,
     };
     let by_length = hiding
         .kv_lengths

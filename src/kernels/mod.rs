@@ -1,11 +1,14 @@
 //! One module per shader: its params, its variants, its grid.
 
+pub(crate) mod append;
 pub(crate) mod copy;
 pub(crate) mod flash;
 pub(crate) mod flash_merge;
 pub(crate) mod join_words;
 pub(crate) mod linear;
 pub(crate) mod mean_heads;
+pub(crate) mod move_sequences;
+pub(crate) mod rotary;
 pub(crate) mod scores;
 pub(crate) mod softmax;
 pub(crate) mod weighted_sum;
@@ -23,6 +26,7 @@ const PRODUCT_SUBGROUP: &str = include_str!("../../shaders/shared/product_subgro
 const PRODUCT_WORKGROUP: &str = include_str!("../../shaders/shared/product_workgroup.wgsl");
 const TILE: &str = include_str!("../../shaders/shared/tile.wgsl");
 const EXPONENTIAL: &str = include_str!("../../shaders/shared/exponential.wgsl");
+const ROTATE: &str = include_str!("../../shaders/shared/rotate.wgsl");
 const RULE: &str = include_str!("../../shaders/shared/rule.wgsl");
 
 /// A kernel built around the matrix product.

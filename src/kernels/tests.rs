@@ -10,7 +10,10 @@ use naga::{
     valid::{Capabilities, ModuleInfo, ValidationFlags, Validator},
 };
 
-use super::{copy, flash, flash_merge, join_words, linear, mean_heads, scores, softmax, weighted_sum};
+use super::{
+    append, copy, flash, flash_merge, join_words, linear, mean_heads, move_sequences, rotary, scores,
+    softmax, weighted_sum,
+};
 use crate::{
     kernel::{Params, Storage, Variant},
     tuning::{FLASH, PRODUCTS, SOFTMAX_THREADS},
@@ -40,6 +43,10 @@ fn all() -> Vec<Shipped> {
         let kinds = [Storage::F32, halves];
         for (a, b) in kinds.iter().flat_map(|&a| kinds.map(|b| (a, b))) {
             all.push(shipped::<copy::CopyParams>(copy::variant(a, b)));
+            for tables in kinds {
+                all.push(shipped::<rotary::RotaryParams>(rotary::variant(a, tables, b)));
+                all.push(shipped::<append::AppendParams>(append::variant(a, tables, b)));
+            }
             for tile in PRODUCTS.iter().map(|row| row.tile) {
                 all.push(shipped::<scores::ScoresParams>(scores::variant(tile, a, b)));
                 all.push(shipped::<weighted_sum::WeightedSumParams>(weighted_sum::variant(
@@ -75,6 +82,9 @@ fn all() -> Vec<Shipped> {
     }
     all.push(shipped::<mean_heads::MeanHeadsParams>(mean_heads::variant()));
     all.push(shipped::<join_words::JoinWordsParams>(join_words::variant()));
+    all.push(shipped::<move_sequences::MoveSequencesParams>(
+        move_sequences::variant(),
+    ));
     let mut seen = std::collections::HashSet::new();
     all.retain(|shipped| seen.insert(shipped.variant.clone()));
     all

@@ -13,6 +13,7 @@
 //! | [`mean_heads`](mean_heads()) | weights averaged over the heads |
 //! | [`Attention`] | the four together, row by row, without holding all scores |
 //! | [`packed_attention`] | sequences of different lengths laid end to end |
+//! | [`rotary`](rotary()) | rotary position embedding, by tables of [`rotary_tables`] |
 //! | [`MultiHead`] | the whole layer: projections, heads, attention, output projection |
 //!
 //! Inputs and results are flat slices in row-major order. Masks, slopes, sinks and parameters are
@@ -39,6 +40,7 @@ mod mean_heads;
 mod multi_head;
 mod packed;
 mod real;
+mod rotary;
 mod scores;
 mod softmax;
 mod weighted_sum;
@@ -50,6 +52,7 @@ pub use mean_heads::mean_heads;
 pub use multi_head::{LayerOutput, LayerParameters, MultiHead};
 pub use packed::{Packed, PackedOutput, packed_attention};
 pub use real::Real;
+pub use rotary::{rotary, rotary_tables};
 pub use scores::scores;
 pub use softmax::{softmax, softmax_row};
 pub use weighted_sum::weighted_sum;

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnx.backend.test.case.node.rotaryembedding as rotary_nodes
 import torch
 import transformers
 from onnx.reference import ReferenceEvaluator
@@ -496,12 +497,63 @@ def onnx_cases():
     onnx_case("onnx_25_window_lengths", opset=25, keys=9, lengths=[9, 5], window=(2, 1))
 
 
+# ---------------------------------------------------------------- ONNX RotaryEmbedding
+
+
+def rotary_cases():
+    """The operator's backend node tests, with numbers that do not change from run to run."""
+
+    def collect(node, inputs, outputs, name):
+        name = name.replace("test_", "onnx_23_")
+        given = dict(zip(node.input, inputs, strict=True))
+        feed = {
+            key: value.astype(np.float64) if value.dtype == np.float32 else value
+            for key, value in given.items()
+        }
+        expected = ReferenceEvaluator(node).run(None, feed)[0]
+        assert distance(expected, outputs[0]) < 1e-6, f"{name}: float64 moves the node test's answer"
+        inputs = {
+            key: value.astype(np.int32) if value.dtype == np.int64 else value
+            for key, value in given.items()
+        }
+        options = {item.name: item.i for item in node.attribute}
+        if "interleaved" in options:
+            options["interleaved"] = bool(options["interleaved"])
+        source = f"{ONNX} reference evaluator, RotaryEmbedding of opset 23, float64"
+        add(name, "rotary", source, options, inputs, {"output": expected})
+
+    rotary_nodes.expect = collect
+    for export in sorted(item for item in vars(rotary_nodes.RotaryEmbedding) if item.startswith("export_")):
+        np.random.seed(zlib.crc32(export.encode()))
+        getattr(rotary_nodes.RotaryEmbedding, export)()
+
+
+def rotated(inputs, options, dtype):
+    """[B, L, H, D] all along; every pair is turned by its own angle."""
+    x = inputs["input"].astype(dtype)
+    flat = x.ndim == 3
+    split = x.reshape(*x.shape[:2], options["num_heads"], -1) if flat else x.swapaxes(1, 2)
+    dim = options.get("rotary_embedding_dim", split.shape[-1])
+    cos, sin = (inputs[part].astype(dtype) for part in ("cos_cache", "sin_cache"))
+    if "position_ids" in inputs:
+        cos, sin = cos[inputs["position_ids"]], sin[inputs["position_ids"]]
+    answer = split.copy()
+    for pair in range(dim // 2):
+        a, b = (2 * pair, 2 * pair + 1) if options.get("interleaved") else (pair, pair + dim // 2)
+        c, s = cos[:, :, None, pair], sin[:, :, None, pair]
+        answer[..., a] = c * split[..., a] - s * split[..., b]
+        answer[..., b] = s * split[..., a] + c * split[..., b]
+    return {"output": answer.reshape(x.shape) if flat else answer.swapaxes(1, 2)}
+
+
 # ---------------------------------------------------------------- the rule of README.md
 
 
 def by_the_rule(case, inputs, dtype):
     """What README.md says, step by step; only the options that occur here."""
     options = case["options"]
+    if case["op"] == "rotary":
+        return rotated(inputs, options, dtype)
     real = {key: value.astype(dtype) if value.dtype == np.float32 else value for key, value in inputs.items()}
     query, mask = real["query"], real.get("attn_mask")
     key, value = real.get("key", query), real.get("value", query)
@@ -621,6 +673,7 @@ def main():
     checkpoint_cases()
     sdpa_cases()
     onnx_cases()
+    rotary_cases()
     for old in HERE.glob("*.safetensors"):
         old.unlink()
     for case, inputs, expected in cases:

@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::print_stdout)]
 
 mod attention;
+mod cache;
 mod cases;
 mod device;
 mod errors;
@@ -12,6 +13,7 @@ mod layer;
 mod linear;
 mod packed;
 mod plan;
+mod rotary;
 mod self_check;
 mod support;
 mod tensor;
