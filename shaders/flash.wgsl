@@ -12,7 +12,7 @@
 // end, and rows and keys count from the start of each.
 //
 // A call whose keys are cut into ranges leaves out the division: it writes outputs, top and sum of its range, and
-// flash_merge.wgsl puts the ranges together.
+// merge_ranges.wgsl puts the ranges together.
 //
 // One running sum over all keys would drift: outputs and sums are added up in blocks of FOLD_KEYS keys.
 //

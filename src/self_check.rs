@@ -4,17 +4,17 @@
 
 use crate::{
     AttentionOptions, AttentionShape, Causal, DType, Error, Gpu, Result, Tensor,
-    attention::check_fused,
+    attention::{check_decode, check_fused},
     kernel::{Batch, Binding, Storage, Variant},
     kernels::{
-        Chunk, flash, linear as linear_kernel,
+        Chunk, decode, flash, linear as linear_kernel,
         linear::Part,
         scores as scores_kernel,
         scores::{Operand, Rule},
         weighted_sum as weighted_sum_kernel,
     },
     reference,
-    tuning::{FlashTile, Tile},
+    tuning::{Adapter, DecodeTile, FlashTile, Tile},
 };
 
 /// One variant of a kernel and whether it computed a known answer on this device.
@@ -251,6 +251,37 @@ pub(crate) fn flash(gpu: &Gpu, tile: FlashTile, plain: bool, storages: flash::St
     compare(&variant, &output, &truth.output)
 }
 
+fn decode(gpu: &Gpu, tile: DecodeTile, plain: bool, storage: Storage) -> Result<()> {
+    let variant = decode::variant(tile, plain, [storage; 4]);
+    let size = tile.size() as usize - 3;
+    let shape = AttentionShape {
+        queries: 3,
+        keys: 1100,
+        kv_heads: 1,
+        ..AttentionShape::new(1, 2, 0, size)
+    };
+    let options = if plain {
+        AttentionOptions::new()
+    } else {
+        AttentionOptions::new().causal(Causal::BottomRight).softcap(5.0)
+    };
+    let (mut q, mut k, mut v) = (
+        numbers(shape.query().iter().product(), 1),
+        numbers(shape.key().iter().product(), 2),
+        numbers(shape.value().iter().product(), 3),
+    );
+    let query = upload(gpu, storage, &mut q, &shape.query())?;
+    let key = upload(gpu, storage, &mut k, &shape.key())?;
+    let value = upload(gpu, storage, &mut v, &shape.value())?;
+    let output = Tensor::zeros(gpu, dtype(storage), &shape.output())?;
+    let mut batch = Batch::new(gpu);
+    check_decode(&mut batch, &options, shape, [&query, &key, &value, &output])?;
+    run(batch)?;
+    let (q, k, v) = (wide(&q), wide(&k), wide(&v));
+    let truth = reference::Attention::new(shape, &options, &q, &k, &v).run()?;
+    compare(&variant, &output, &truth.output)
+}
+
 impl Gpu {
     /// Checks every variant of every kernel that can run on this device, those of the table's other rows for the device
     /// too, against the reference on awkward sizes. Builds them all, runs them and waits: seconds to minutes, most of
@@ -295,6 +326,12 @@ impl Gpu {
                 note(self, variant, scores(self, tile, pair))?;
                 let variant = weighted_sum_kernel::variant(tile, storage, storage);
                 note(self, variant, weighted_sum(self, tile, pair))?;
+            }
+            for tile in DecodeTile::all(Adapter::of(self)) {
+                for plain in [false, true] {
+                    let variant = decode::variant(tile, plain, [storage; 4]);
+                    note(self, variant, decode(self, tile, plain, storage))?;
+                }
             }
             for tile in FlashTile::all_candidates(self, storage != Storage::F32) {
                 for plain in [false, true] {

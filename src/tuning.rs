@@ -593,8 +593,140 @@ pub(crate) fn composed_keys(gpu: &Gpu) -> Option<usize> {
     })
 }
 
-/// Queries from which the fused kernel is worth it: its tile has 32 rows or more, the composed path's 12 or more.
-pub(crate) const FUSED_QUERIES: usize = 16;
+/// Queries up to which the keys are split over workgroups instead of the rows.
+pub(crate) const DECODE_QUERIES: usize = 16;
+
+/// A variant of the kernel for few queries.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum DecodeTile {
+    /// `shaders/shared/decode_private.wgsl`: each thread has whole keys, for software adapters.
+    Private {
+        /// Largest size of a query, key or value vector.
+        size: u32,
+        /// Keys of a split at most.
+        split: u32,
+        /// Threads.
+        workgroup: u32,
+    },
+    /// `shaders/shared/decode_workgroup.wgsl`: queries and weights in workgroup memory.
+    Workgroup {
+        /// Largest size of a query, key or value vector.
+        size: u32,
+        /// Keys of a split at most.
+        split: u32,
+        /// Threads, a power of two.
+        workgroup: u32,
+    },
+}
+
+/// Tiles of the kernel for few queries, by kind of adapter and the largest size of a vector; no row, no such kernel.
+/// Software: sizes are written out, so that the build time grows with them.
+const DECODE: [(Adapter, DecodeTile); 6] = [
+    (
+        Adapter::Software,
+        DecodeTile::Private {
+            size: 32,
+            split: 512,
+            workgroup: 8,
+        },
+    ),
+    (
+        Adapter::Software,
+        DecodeTile::Private {
+            size: 64,
+            split: 512,
+            workgroup: 8,
+        },
+    ),
+    (
+        Adapter::Software,
+        DecodeTile::Private {
+            size: 128,
+            split: 512,
+            workgroup: 8,
+        },
+    ),
+    (
+        Adapter::Software,
+        DecodeTile::Private {
+            size: 256,
+            split: 512,
+            workgroup: 8,
+        },
+    ),
+    (
+        Adapter::Integrated,
+        DecodeTile::Workgroup {
+            size: 256,
+            split: 512,
+            workgroup: 64,
+        },
+    ),
+    (
+        Adapter::Discrete,
+        DecodeTile::Workgroup {
+            size: 256,
+            split: 512,
+            workgroup: 64,
+        },
+    ),
+];
+
+/// Workgroups that a device wants at least before splits get longer.
+pub(crate) fn decode_groups(gpu: &Gpu) -> usize {
+    match Adapter::of(gpu) {
+        Adapter::Software => 16,
+        Adapter::Integrated => 128,
+        Adapter::Discrete => 512,
+    }
+}
+
+impl DecodeTile {
+    /// The tile for these sizes on this device, if there is one.
+    pub(crate) fn of(gpu: &Gpu, head_dim: usize, value_dim: usize) -> Option<Self> {
+        let adapter = Adapter::of(gpu);
+        DECODE
+            .iter()
+            .filter(|(of, _)| *of == adapter)
+            .map(|(_, tile)| *tile)
+            .find(|tile| tile.size() as usize >= head_dim.max(value_dim))
+    }
+
+    /// Every tile that can be chosen on a device.
+    pub(crate) fn all(adapter: Adapter) -> impl Iterator<Item = Self> {
+        DECODE
+            .iter()
+            .filter(move |(of, _)| *of == adapter)
+            .map(|(_, tile)| *tile)
+    }
+
+    pub(crate) fn size(self) -> u32 {
+        match self {
+            Self::Private { size, .. } | Self::Workgroup { size, .. } => size,
+        }
+    }
+
+    /// Keys of a split, for as many keys over all tiles of rows: short enough that every one of `groups` has some.
+    pub(crate) fn split_keys(self, keys: usize, groups: usize) -> usize {
+        let (Self::Private { split, .. } | Self::Workgroup { split, .. }) = self;
+        (keys / groups).next_multiple_of(64).clamp(64, split as usize)
+    }
+
+    /// The constants that its shader wants.
+    pub(crate) fn constants(self) -> Vec<(&'static str, u32)> {
+        let (Self::Private {
+            size,
+            split,
+            workgroup,
+        }
+        | Self::Workgroup {
+            size,
+            split,
+            workgroup,
+        }) = self;
+        vec![("SIZE", size), ("SPLIT", split), ("WORKGROUP", workgroup)]
+    }
+}
 
 /// Threads of the kernels that treat each element by itself.
 pub(crate) const ELEMENTWISE_WORKGROUP: u32 = 64;

@@ -5,10 +5,9 @@ use crate::{
     AttentionShape, DType, Error, Result,
     kernel::Storage,
     kernels::{
-        flash,
+        decode, flash,
         scores::{self, Rule},
     },
-    tuning::FUSED_QUERIES,
 };
 
 /// How a call is computed.
@@ -60,10 +59,21 @@ impl Attention {
     /// wanted; [`Error::DType`] for a type that is not of floats; [`Error::DeviceLost`].
     pub fn choice(&self, shape: &AttentionShape, dtype: DType, weights: bool) -> Result<Choice> {
         shape.validate()?;
-        let (path, reason) = self.choose(shape, weights)?;
+        let (path, reason) = self.choose(weights)?;
         let gpu = &self.gpu;
         let storage = Storage::of(gpu, dtype)?;
         let (variant, passed_over) = match path {
+            AttentionPath::Fused if self.decode_tile(shape).is_some() => {
+                let plain = Rule::new(&self.options, shape).is_plain();
+                let tile = self.decode_tile(shape);
+                let variant = tile.map(|tile| decode::variant(tile, plain, [storage; 4]));
+                return Ok(Choice {
+                    path,
+                    reason,
+                    variant: variant.map_or_else(String::new, |variant| variant.label()),
+                    passed_over: Vec::new(),
+                });
+            }
             AttentionPath::Fused => {
                 let plain = Rule::new(&self.options, shape).is_plain();
                 let storages = [storage; 4];
@@ -86,10 +96,10 @@ impl Attention {
     /// The path alone, with nothing built.
     pub(crate) fn chosen_path(&self, shape: &AttentionShape, weights: bool) -> Result<AttentionPath> {
         shape.validate()?;
-        Ok(self.choose(shape, weights)?.0)
+        Ok(self.choose(weights)?.0)
     }
 
-    pub(super) fn choose(&self, shape: &AttentionShape, weights: bool) -> Result<(AttentionPath, String)> {
+    pub(super) fn choose(&self, weights: bool) -> Result<(AttentionPath, String)> {
         Ok(match self.path {
             AttentionPath::Fused if weights => {
                 return Err(Error::Option(
@@ -100,13 +110,6 @@ impl Attention {
             AttentionPath::Fused => (AttentionPath::Fused, "it was asked for".to_owned()),
             AttentionPath::Composed => (AttentionPath::Composed, "it was asked for".to_owned()),
             AttentionPath::Auto if weights => (AttentionPath::Composed, "the weights are wanted".to_owned()),
-            AttentionPath::Auto if shape.queries < FUSED_QUERIES => (
-                AttentionPath::Composed,
-                format!(
-                    "{} queries would leave most of the fused kernel's rows idle",
-                    shape.queries
-                ),
-            ),
             AttentionPath::Auto => (
                 AttentionPath::Fused,
                 "it is the default where no weights are wanted".to_owned(),

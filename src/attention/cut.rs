@@ -3,11 +3,13 @@
 
 use std::ops::Range;
 
-use super::window::{BroadcastMask, Window};
+use super::{
+    seen::Seen,
+    window::{BroadcastMask, Window},
+};
 use crate::{
     AttentionShape, CuSeqlens, Gpu, Tensor,
-    kernels::{Chunk, scores::Rule},
-    mask::UNBOUNDED,
+    kernels::Chunk,
     tuning::{FlashTile, RANGES_CHUNK},
 };
 
@@ -25,7 +27,7 @@ pub(super) struct Cutter<'a> {
     /// Of a packed call: as many batch entries as sequences, and the longest one's lengths.
     pub(super) shape: AttentionShape,
     pub(super) packed: Option<&'a CuSeqlens>,
-    pub(super) rule: &'a Rule,
+    pub(super) seen: Seen<'a>,
     pub(super) mask: Option<BroadcastMask<'a>>,
     pub(super) query: &'a Tensor,
     pub(super) key: &'a Tensor,
@@ -107,12 +109,7 @@ impl Cutter<'_> {
 
     /// Ranges of the keys that some row of the chunk may see, each short enough for the driver's loops.
     fn ranges(&self, chunk: &Chunk) -> Vec<Range<usize>> {
-        let [near, always] = self.seen(chunk);
-        let seen = match (near.is_empty(), always.is_empty()) {
-            (true, _) => always,
-            (false, true) => near,
-            (false, false) => near.start..always.end,
-        };
+        let seen = self.seen.keys(chunk);
         if seen.is_empty() {
             // The rows that see nothing are still to be written.
             return vec![0..0];
@@ -157,61 +154,6 @@ impl Cutter<'_> {
                     .saturating_mul(ranges.len() as u64)
                     .saturating_mul(self.shape.value_dim as u64 * 4 + 8)
                     <= RANGES_CHUNK)
-    }
-
-    /// Keys that some row of the chunk may see: those that masks and positions speak of, and those that they do not.
-    /// Lengths that only the GPU has count as the longest possible.
-    fn seen(&self, chunk: &Chunk) -> [Range<usize>; 2] {
-        let heads = self.shape.heads;
-        let sequence = chunk.first_head / heads;
-        let one = (chunk.first_head + chunk.head_count - 1) / heads == sequence;
-        match self.packed {
-            Some(_) if !one => [0..self.shape.keys, 0..0],
-            Some(seams) => {
-                let of = |seams: &[usize]| seams[sequence + 1] - seams[sequence];
-                let (queries, keys) = (of(seams.queries()), of(seams.keys()));
-                let end = (chunk.first_row + chunk.rows).min(queries);
-                [self.seen_by(chunk.first_row, end, queries, keys), 0..0]
-            }
-            None => {
-                let maskable = self.rule.maskable as usize;
-                let end = chunk.first_row + chunk.rows;
-                [
-                    self.seen_by(chunk.first_row, end, self.shape.queries, maskable),
-                    maskable..self.shape.keys,
-                ]
-            }
-        }
-    }
-
-    /// `find_tile` in `shaders/flash.wgsl`, for the rows `first..end` of a sequence.
-    fn seen_by(&self, first: usize, end: usize, queries: usize, keys: usize) -> Range<usize> {
-        if first >= end {
-            return 0..0;
-        }
-        let rule = self.rule;
-        let aligned = if rule.bottom_right == 1 {
-            keys as i64 - queries as i64
-        } else {
-            0
-        };
-        let position = |row: usize| row as i64 + i64::from(rule.offset) + aligned;
-        let mut last = keys;
-        if rule.mask_kind != 0 {
-            last = last.min(rule.mask_keys as usize);
-        }
-        if rule.right < UNBOUNDED {
-            let right = position(end - 1) + i64::from(rule.right) + 1;
-            last = last.min(usize::try_from(right).unwrap_or(0));
-        }
-        // A shorter sequence's rows stand further left.
-        let moves = rule.bottom_right == 1 && rule.has_lengths == 1;
-        let start = if rule.left < UNBOUNDED && !moves {
-            usize::try_from(position(first) - i64::from(rule.left)).unwrap_or(0)
-        } else {
-            0
-        };
-        start.min(last)..last
     }
 
     /// Multiply-adds of a chunk, those of padding rows included.
@@ -263,7 +205,7 @@ impl Cutter<'_> {
             (0..chunk.rows)
                 .step_by(tile)
                 .map(|row| {
-                    count(self.seen(&Chunk {
+                    count(self.seen.parts(&Chunk {
                         first_head,
                         head_count: 1,
                         first_row: chunk.first_row + row,

@@ -6,16 +6,16 @@ use super::{
     Attention,
     cut::{Cutter, Part},
     rule::BoundRule,
+    seen::Seen,
     window::{BroadcastMask, Window},
 };
 use crate::{
-    AttentionOptions, AttentionShape, CuSeqlens, Result, Tensor,
+    AttentionOptions, AttentionShape, CuSeqlens, Gpu, Result, Tensor,
     gpu::Scratch,
     kernel::{Batch, Binding, Storage},
     kernels::{
-        Chunk, Vector, flash,
-        flash_merge::{self, Lse, Ranges},
-        join_words,
+        Chunk, Vector, flash, join_words,
+        merge_ranges::{self, Lse, Ranges},
         scores::{Operand, Rule},
         tiles,
     },
@@ -53,19 +53,42 @@ struct Shared<'a> {
     sinks: Option<(u32, u32)>,
 }
 
+impl<'a> FusedCall<'a> {
+    /// Which keys rows may see.
+    pub(super) fn seen(&'a self) -> Seen<'a> {
+        Seen {
+            shape: self.shape,
+            packed: self.packed,
+            rule: &self.bound.rule,
+        }
+    }
+
+    /// What decides how the call is cut for `tile`.
+    pub(super) fn cutter(&'a self, gpu: &'a Gpu, tile: FlashTile) -> Cutter<'a> {
+        Cutter {
+            gpu,
+            tile,
+            shape: self.shape,
+            packed: self.packed,
+            seen: self.seen(),
+            mask: self.mask,
+            query: self.query,
+            key: self.key,
+            value: self.value,
+            output: self.output,
+        }
+    }
+}
+
 impl Attention {
     pub(super) fn fused(&self, batch: &mut Batch, call: &FusedCall) -> Result<()> {
-        let storage = |tensor: &Tensor| Storage::of(&self.gpu, tensor.dtype());
-        let storages = [
-            storage(call.query)?,
-            storage(call.key)?,
-            storage(call.value)?,
-            storage(call.output)?,
-        ];
+        if self.decode(batch, call)? {
+            return Ok(());
+        }
+        let storages = self.storages([call.query, call.key, call.value, call.output])?;
         let (plain, ahead) = (call.bound.rule.is_plain(), batch.is_planned());
-        let chosen =
-            self.gpu
-                .flash_tile(storages, plain, call.shape.head_dim, call.shape.value_dim, ahead)?;
+        let (head_dim, value_dim) = (call.shape.head_dim, call.shape.value_dim);
+        let chosen = self.gpu.flash_tile(storages, plain, head_dim, value_dim, ahead)?;
         push(batch, chosen.tile, call)
     }
 }
@@ -78,13 +101,7 @@ pub(crate) fn check_fused(
     shape: AttentionShape,
     [query, key, value, output]: [&Tensor; 4],
 ) -> Result<()> {
-    let bound = BoundRule {
-        key_mask: Binding::absent(batch.gpu()),
-        lengths: None,
-        slopes: None,
-        sinks: None,
-        rule: Rule::new(options, &shape),
-    };
+    let bound = BoundRule::without_masks(batch.gpu(), options, &shape);
     push(
         batch,
         tile,
@@ -128,18 +145,7 @@ fn push(batch: &mut Batch, tile: FlashTile, call: &FusedCall) -> Result<()> {
         slopes_start: slopes.0,
         sinks: bound.sinks.as_ref().map(|_| sinks),
     };
-    let cutter = Cutter {
-        gpu,
-        tile,
-        shape: call.shape,
-        packed: call.packed,
-        rule: &bound.rule,
-        mask: call.mask,
-        query: call.query,
-        key: call.key,
-        value: call.value,
-        output: call.output,
-    };
+    let cutter = call.cutter(gpu, tile);
     for part in cutter.parts() {
         if batch.is_planned() {
             let counted = cutter.key_tiles(&part);
@@ -225,7 +231,7 @@ impl Shared<'_> {
             sums,
         };
         let (heads, value_dim) = (call.shape.heads, call.shape.value_dim);
-        flash_merge::push(batch, ranges, heads, value_dim, &output, &lse, &call.bound.sinks)
+        merge_ranges::push(batch, ranges, heads, value_dim, &output, &lse, &call.bound.sinks)
     }
 
     fn bind_lse(&self, batch: &Batch, lse: &Tensor, window: &Window) -> Result<Lse> {

@@ -3,12 +3,15 @@
 mod choice;
 mod composed;
 mod cut;
+mod decode;
 mod fused;
 mod packed;
 mod rule;
+mod seen;
 mod window;
 
 pub use choice::{AttentionPath, Choice};
+pub(crate) use decode::check_decode;
 pub(crate) use fused::check_fused;
 
 use composed::ComposedCall;
@@ -299,7 +302,7 @@ impl Attention {
             None => None,
         };
         let wants_weights = outputs.weights.is_some() || outputs.mean_weights.is_some();
-        match self.choose(&shape, wants_weights)?.0 {
+        match self.choose(wants_weights)?.0 {
             AttentionPath::Fused => self.fused(
                 batch,
                 &FusedCall {

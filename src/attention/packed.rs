@@ -1,11 +1,7 @@
 //! Packed calls: sequences of different lengths laid end to end.
 
 use super::{Attention, AttentionPath, fused::FusedCall, rule::BoundRule};
-use crate::{
-    DType, Error, PackedInputs, PackedOutputs, PackedResult, Result, Tensor,
-    kernel::{Batch, Binding},
-    kernels::scores::Rule,
-};
+use crate::{DType, Error, PackedInputs, PackedOutputs, PackedResult, Result, Tensor, kernel::Batch};
 
 impl Attention {
     /// Records a packed call into `encoder`, as [`Attention::record`] does. Each sequence attends to itself; positions
@@ -72,11 +68,9 @@ impl Attention {
             by_head.broadcast_to(&[&[1], by_head.shape()].concat())
         };
         let bound = BoundRule {
-            key_mask: Binding::absent(gpu),
-            lengths: None,
             slopes: self.vector("slopes", self.slopes.as_ref())?,
             sinks: self.vector("sinks", inputs.sinks)?,
-            rule: Rule::new(&self.options, &shape),
+            ..BoundRule::without_masks(gpu, &self.options, &shape)
         };
         self.fused(
             batch,

@@ -2,7 +2,7 @@
 
 use super::Attention;
 use crate::{
-    AttentionInputs, AttentionOptions, AttentionShape, Mask, Result, Tensor,
+    AttentionInputs, AttentionOptions, AttentionShape, Gpu, Mask, Result, Tensor,
     kernel::Binding,
     kernels::{Vector, scores::Rule},
     mask::{UNBOUNDED, Visibility},
@@ -15,6 +15,19 @@ pub(super) struct BoundRule {
     pub(super) slopes: Option<Vector>,
     pub(super) sinks: Option<Vector>,
     pub(super) rule: Rule,
+}
+
+impl BoundRule {
+    /// No masks, lengths, slopes and sinks.
+    pub(super) fn without_masks(gpu: &Gpu, options: &AttentionOptions, shape: &AttentionShape) -> Self {
+        Self {
+            key_mask: Binding::absent(gpu),
+            lengths: None,
+            slopes: None,
+            sinks: None,
+            rule: Rule::new(options, shape),
+        }
+    }
 }
 
 impl Rule {

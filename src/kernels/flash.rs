@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use super::{
     Chunk, EXPONENTIAL, RULE,
-    flash_merge::Lse,
+    merge_ranges::Lse,
     scores::{Operand, Rule},
     tiles,
 };
@@ -138,12 +138,7 @@ impl Call {
         let [value_batch, value_head, value_row, value_dim_stride] = self.value.strides;
         let [output_batch, output_head, output_row, output_dim] = self.output.strides;
         let has_lse = self.lse.is_some();
-        let lse = self.lse.unwrap_or_else(|| Lse {
-            binding: Binding::absent_output(batch.gpu()),
-            start: 0,
-            batch: 0,
-            head: 0,
-        });
+        let lse = self.lse.unwrap_or_else(|| Lse::absent(batch.gpu()));
         batch.push(
             &variant(tile, self.rule.is_plain(), storages),
             |grid| FlashParams {

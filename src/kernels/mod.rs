@@ -2,11 +2,12 @@
 
 pub(crate) mod append;
 pub(crate) mod copy;
+pub(crate) mod decode;
 pub(crate) mod flash;
-pub(crate) mod flash_merge;
 pub(crate) mod join_words;
 pub(crate) mod linear;
 pub(crate) mod mean_heads;
+pub(crate) mod merge_ranges;
 pub(crate) mod move_sequences;
 pub(crate) mod rotary;
 pub(crate) mod scores;

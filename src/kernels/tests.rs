@@ -11,12 +11,12 @@ use naga::{
 };
 
 use super::{
-    append, copy, flash, flash_merge, join_words, linear, mean_heads, move_sequences, rotary, scores,
-    softmax, weighted_sum,
+    append, copy, decode, flash, join_words, linear, mean_heads, merge_ranges, move_sequences, rotary,
+    scores, softmax, weighted_sum,
 };
 use crate::{
     kernel::{Params, Storage, Variant},
-    tuning::{FLASH, PRODUCTS, SOFTMAX_THREADS},
+    tuning::{Adapter, DecodeTile, FLASH, PRODUCTS, SOFTMAX_THREADS},
 };
 
 type Fields = Vec<(String, usize)>;
@@ -73,9 +73,21 @@ fn all() -> Vec<Shipped> {
         }
     }
     for output in [Storage::F32, Storage::F16, Storage::Packed] {
-        all.push(shipped::<flash_merge::FlashMergeParams>(flash_merge::variant(
+        all.push(shipped::<merge_ranges::MergeRangesParams>(merge_ranges::variant(
             output,
         )));
+    }
+    for tile in [Adapter::Software, Adapter::Integrated, Adapter::Discrete]
+        .into_iter()
+        .flat_map(DecodeTile::all)
+    {
+        for plain in [false, true] {
+            for storages in [[Storage::F32; 4], [Storage::F16; 4], [Storage::Packed; 4]] {
+                all.push(shipped::<decode::DecodeParams>(decode::variant(
+                    tile, plain, storages,
+                )));
+            }
+        }
     }
     for threads in SOFTMAX_THREADS {
         all.push(shipped::<softmax::SoftmaxParams>(softmax::variant(threads)));

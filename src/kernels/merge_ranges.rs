@@ -1,14 +1,14 @@
-//! `shaders/flash_merge.wgsl`: what the fused kernel computed of ranges of the keys, put together.
+//! `shaders/merge_ranges.wgsl`: what the fused kernel computed of ranges of the keys, put together.
 
 use super::{Chunk, EXPONENTIAL, Vector, scores::Operand};
 use crate::{
-    Result,
+    Gpu, Result, Tensor,
     kernel::{Batch, Binding, Storage, Variant, params},
     tuning::ELEMENTWISE_WORKGROUP,
 };
 
 params! {
-    FlashMergeParams {
+    MergeRangesParams {
         groups: u32,
         grid_width: u32,
         elements: u32,
@@ -38,8 +38,8 @@ params! {
 
 pub(crate) fn variant(output: Storage) -> Variant {
     Variant {
-        name: "flash_merge",
-        pieces: vec![include_str!("../../shaders/flash_merge.wgsl"), EXPONENTIAL],
+        name: "merge_ranges",
+        pieces: vec![include_str!("../../shaders/merge_ranges.wgsl"), EXPONENTIAL],
         constants: vec![("WORKGROUP", ELEMENTWISE_WORKGROUP)],
         inputs: Vec::new(),
         output: Some(output),
@@ -65,6 +65,29 @@ pub(crate) struct Lse {
     pub(crate) start: u32,
     pub(crate) batch: u32,
     pub(crate) head: u32,
+}
+
+impl Lse {
+    /// All of `[B, H, Lq]`.
+    pub(crate) fn bind(gpu: &Gpu, lse: &Tensor, heads: usize, queries: usize) -> Result<Self> {
+        let (binding, start) = Binding::output(gpu, "lse", lse)?;
+        Ok(Self {
+            binding,
+            start,
+            batch: (heads as u32).wrapping_mul(queries as u32),
+            head: queries as u32,
+        })
+    }
+
+    /// Stands for one that is not wanted.
+    pub(crate) fn absent(gpu: &Gpu) -> Self {
+        Self {
+            binding: Binding::absent_output(gpu),
+            start: 0,
+            batch: 0,
+            head: 0,
+        }
+    }
 }
 
 /// Adds the dispatch that writes the chunk's rows of `output` and `lse`.
@@ -94,7 +117,7 @@ pub(crate) fn push(
     };
     batch.push(
         &variant(output.storage),
-        |grid| FlashMergeParams {
+        |grid| MergeRangesParams {
             groups: grid.groups,
             grid_width: grid.width,
             elements: elements as u32,

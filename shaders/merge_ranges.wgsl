@@ -1,10 +1,10 @@
 
-// Puts together what flash.wgsl computed of ranges of the keys: each range has, for a row, its outputs before the
+// Puts together what flash.wgsl or decode.wgsl computed of ranges of the keys: each range has, for a row, its outputs before the
 // division, and the maximum (top) and sum that they are relative to.
 //
 //   top = max top_r, factor_r = exp(top_r - top), output = sum_r factor_r output_r / sum_r factor_r sum_r
 //
-// A range in which a row sees no key has sum 0 and changes nothing. A sink is one more range, without outputs.
+// A range in which a row sees no key has sum 0 and changes nothing; its outputs may hold anything. A sink is one more range, without outputs.
 
 struct Params {
     groups: u32,
@@ -84,7 +84,8 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
         let range_sum = partial_sums[2u * at + 1u];
         let factor = select(exponential(partial_sums[2u * at] - top), 0.0, range_sum == 0.0);
         sum = fma(factor, range_sum, sum);
-        let x = partial_outputs[at * params.value_dim + min(dim, max(params.value_dim, 1u) - 1u)];
+        let loaded = partial_outputs[at * params.value_dim + min(dim, max(params.value_dim, 1u) - 1u)];
+        let x = select(loaded, 0.0, range_sum == 0.0);
         // A visible value that is not finite stays what it is however little it weighs.
         total = select(x + total, fma(factor, x, total), is_finite(x));
     }
