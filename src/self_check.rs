@@ -255,9 +255,9 @@ fn decode(gpu: &Gpu, tile: DecodeTile, plain: bool, storage: Storage) -> Result<
     let variant = decode::variant(tile, plain, [storage; 4]);
     let size = tile.size() as usize - 3;
     let shape = AttentionShape {
-        queries: 3,
+        queries: if tile.rows() == 1 { 1 } else { 3 },
         keys: 1100,
-        kv_heads: 1,
+        kv_heads: if tile.rows() == 1 { 2 } else { 1 },
         ..AttentionShape::new(1, 2, 0, size)
     };
     let options = if plain {

@@ -601,6 +601,8 @@ pub(crate) const DECODE_QUERIES: usize = 16;
 pub(crate) enum DecodeTile {
     /// `shaders/shared/decode_private.wgsl`: each thread has whole keys, for software adapters.
     Private {
+        /// Rows of a tile: 1 or 4.
+        rows: u32,
         /// Largest size of a query, key or value vector.
         size: u32,
         /// Keys of a split at most.
@@ -621,10 +623,11 @@ pub(crate) enum DecodeTile {
 
 /// Tiles of the kernel for few queries, by kind of adapter and the largest size of a vector; no row, no such kernel.
 /// Software: sizes are written out, so that the build time grows with them.
-const DECODE: [(Adapter, DecodeTile); 6] = [
+const DECODE: &[(Adapter, DecodeTile)] = &[
     (
         Adapter::Software,
         DecodeTile::Private {
+            rows: 1,
             size: 32,
             split: 512,
             workgroup: 8,
@@ -633,6 +636,16 @@ const DECODE: [(Adapter, DecodeTile); 6] = [
     (
         Adapter::Software,
         DecodeTile::Private {
+            rows: 4,
+            size: 32,
+            split: 512,
+            workgroup: 8,
+        },
+    ),
+    (
+        Adapter::Software,
+        DecodeTile::Private {
+            rows: 1,
             size: 64,
             split: 512,
             workgroup: 8,
@@ -641,6 +654,16 @@ const DECODE: [(Adapter, DecodeTile); 6] = [
     (
         Adapter::Software,
         DecodeTile::Private {
+            rows: 4,
+            size: 64,
+            split: 512,
+            workgroup: 8,
+        },
+    ),
+    (
+        Adapter::Software,
+        DecodeTile::Private {
+            rows: 1,
             size: 128,
             split: 512,
             workgroup: 8,
@@ -649,6 +672,25 @@ const DECODE: [(Adapter, DecodeTile); 6] = [
     (
         Adapter::Software,
         DecodeTile::Private {
+            rows: 4,
+            size: 128,
+            split: 512,
+            workgroup: 8,
+        },
+    ),
+    (
+        Adapter::Software,
+        DecodeTile::Private {
+            rows: 1,
+            size: 256,
+            split: 512,
+            workgroup: 8,
+        },
+    ),
+    (
+        Adapter::Software,
+        DecodeTile::Private {
+            rows: 4,
             size: 256,
             split: 512,
             workgroup: 8,
@@ -682,14 +724,15 @@ pub(crate) fn decode_groups(gpu: &Gpu) -> usize {
 }
 
 impl DecodeTile {
-    /// The tile for these sizes on this device, if there is one.
-    pub(crate) fn of(gpu: &Gpu, head_dim: usize, value_dim: usize) -> Option<Self> {
+    /// The tile for so many rows (queries times heads that share a key head) and these sizes on this device, if there is
+    /// one.
+    pub(crate) fn of(gpu: &Gpu, rows: usize, head_dim: usize, value_dim: usize) -> Option<Self> {
         let adapter = Adapter::of(gpu);
         DECODE
             .iter()
             .filter(|(of, _)| *of == adapter)
             .map(|(_, tile)| *tile)
-            .find(|tile| tile.size() as usize >= head_dim.max(value_dim))
+            .find(|tile| tile.size() as usize >= head_dim.max(value_dim) && (rows == 1 || tile.rows() == 4))
     }
 
     /// Every tile that can be chosen on a device.
@@ -698,6 +741,14 @@ impl DecodeTile {
             .iter()
             .filter(move |(of, _)| *of == adapter)
             .map(|(_, tile)| *tile)
+    }
+
+    /// Rows of a tile that are computed; it always counts as four.
+    pub(crate) fn rows(self) -> u32 {
+        match self {
+            Self::Private { rows, .. } => rows,
+            Self::Workgroup { .. } => 4,
+        }
     }
 
     pub(crate) fn size(self) -> u32 {
@@ -718,13 +769,19 @@ impl DecodeTile {
             size,
             split,
             workgroup,
+            ..
         }
         | Self::Workgroup {
             size,
             split,
             workgroup,
         }) = self;
-        vec![("SIZE", size), ("SPLIT", split), ("WORKGROUP", workgroup)]
+        vec![
+            ("ROWS", self.rows()),
+            ("SIZE", size),
+            ("SPLIT", split),
+            ("WORKGROUP", workgroup),
+        ]
     }
 }
 

@@ -6,6 +6,7 @@
 // plain load or store; any other index is a gather or scatter there.
 //
 // Constants the host writes in front:
+//   ROWS       rows of the tile that are computed: 1 or 4
 //   SIZE       the largest size of a query, key or value vector, a multiple of 32, at most 256
 //   SPLIT      keys of a split at most, a multiple of WORKGROUP
 //   WORKGROUP  threads
@@ -15,8 +16,9 @@ const SLOTS: u32 = SPLIT / WORKGROUP;
 // Columns that the threads add up at a time.
 const MEET_COLS: u32 = 32u;
 
-var<private> queries: array<vec4<f32>, SIZE>;
-var<private> outputs: array<vec4<f32>, SIZE>;
+// Rows is f32 or vec4<f32>: decode_rows_one.wgsl or decode_rows_four.wgsl stands beside this text.
+var<private> queries: array<Rows, SIZE>;
+var<private> outputs: array<Rows, SIZE>;
 var<private> held: array<vec4<f32>, SLOTS>;
 
 var<private> last_dim: u32;
@@ -29,13 +31,13 @@ var<workgroup> tops: array<vec4<f32>, WORKGROUP>;
 var<workgroup> totals: array<vec4<f32>, WORKGROUP>;
 var<workgroup> columns: array<vec4<f32>, WORKGROUP * MEET_COLS>;
 
-fn add_dim(at: u32, dim: u32, sum: vec4<f32>) -> vec4<f32> {
+fn add_dim(at: u32, dim: u32, sum: Rows) -> Rows {
     // Queries are 0 outside, but 0 times an infinite key is not.
     let x = select(0.0, load_key(at + min(dim, last_dim) * key_dim), dim <= last_dim);
-    return fma(queries[dim], vec4<f32>(x), sum);
+    return fma(queries[dim], Rows(x), sum);
 }
 
-fn add_dims(at: u32, dim: u32, start: vec4<f32>) -> vec4<f32> {
+fn add_dims(at: u32, dim: u32, start: Rows) -> Rows {
     var sum = start;
     sum = add_dim(at, dim, sum);
     sum = add_dim(at, dim + 1u, sum);
@@ -47,13 +49,13 @@ fn add_dims(at: u32, dim: u32, start: vec4<f32>) -> vec4<f32> {
     return add_dim(at, dim + 7u, sum);
 }
 
-fn add_many_dims(at: u32, dim: u32, start: vec4<f32>) -> vec4<f32> {
+fn add_many_dims(at: u32, dim: u32, start: Rows) -> Rows {
     let first = add_dims(at, dim + 8u, add_dims(at, dim, start));
     return add_dims(at, dim + 24u, add_dims(at, dim + 16u, first));
 }
 
-fn dot_products(at: u32) -> vec4<f32> {
-    var sum = add_many_dims(at, 0u, vec4<f32>(0.0));
+fn dot_products(at: u32) -> Rows {
+    var sum = add_many_dims(at, 0u, Rows(0.0));
     if SIZE > 32u {
         sum = add_many_dims(at, 32u, sum);
     }
@@ -70,14 +72,14 @@ fn dot_products(at: u32) -> vec4<f32> {
     return sum;
 }
 
-fn add_value(at: u32, dim: u32, weight: vec4<f32>) {
+fn add_value(at: u32, dim: u32, weight: Rows) {
     let x = load_value(at + min(dim, last_value_dim) * value_dim);
     let finite = is_finite(x);
     not_finite = not_finite || !finite;
-    outputs[dim] = fma(weight, vec4<f32>(select(0.0, x, finite)), outputs[dim]);
+    outputs[dim] = fma(weight, Rows(select(0.0, x, finite)), outputs[dim]);
 }
 
-fn add_values(at: u32, dim: u32, weight: vec4<f32>) {
+fn add_values(at: u32, dim: u32, weight: Rows) {
     add_value(at, dim, weight);
     add_value(at, dim + 1u, weight);
     add_value(at, dim + 2u, weight);
@@ -88,14 +90,14 @@ fn add_values(at: u32, dim: u32, weight: vec4<f32>) {
     add_value(at, dim + 7u, weight);
 }
 
-fn add_many_values(at: u32, dim: u32, weight: vec4<f32>) {
+fn add_many_values(at: u32, dim: u32, weight: Rows) {
     add_values(at, dim, weight);
     add_values(at, dim + 8u, weight);
     add_values(at, dim + 16u, weight);
     add_values(at, dim + 24u, weight);
 }
 
-fn add_all_values(at: u32, weight: vec4<f32>) {
+fn add_all_values(at: u32, weight: Rows) {
     add_many_values(at, 0u, weight);
     if SIZE > 32u {
         add_many_values(at, 32u, weight);
@@ -133,7 +135,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
     not_finite = false;
     let places = query_places(tile);
     for (var dim = 0u; dim < params.head_dim; dim++) {
-        queries[dim] = load_queries(places, dim);
+        queries[dim] = own_rows(load_queries(places, dim));
     }
 
     var top = vec4<f32>(LOWEST_FLOAT);
@@ -141,7 +143,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
     for (var slot = 0u; slot < slots; slot++) {
         let j = tile.first + slot * WORKGROUP + thread;
         let dots = dot_products(tile.key_base + min(j, tile.end - 1u) * params.key_row);
-        let bits = masked(tile, j, j < tile.end, dots);
+        let bits = masked(tile, j, j < tile.end, all_rows(dots));
         held[slot] = bitcast<vec4<f32>>(bits);
         top = raised(top, bits);
     }
@@ -153,7 +155,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
     }
     for (var slot = 0u; slot < slots; slot++) {
         let j = min(tile.first + slot * WORKGROUP + thread, tile.end - 1u);
-        add_all_values(tile.value_base + j * params.value_row, max(held[slot], vec4<f32>(0.0)));
+        add_all_values(tile.value_base + j * params.value_row, own_rows(max(held[slot], vec4<f32>(0.0))));
     }
     if not_finite {
         for (var dim = 0u; dim < params.value_dim; dim++) {
@@ -161,7 +163,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
                 let j = min(tile.first + slot * WORKGROUP + thread, tile.end - 1u);
                 let x = load_value(tile.value_base + j * params.value_row + dim * value_dim);
                 if !is_finite(x) {
-                    outputs[dim] += surfaced(held[slot], x);
+                    outputs[dim] += own_rows(surfaced(held[slot], x));
                 }
             }
         }
@@ -187,7 +189,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
         workgroupBarrier();
         for (var col = 0u; col < MEET_COLS; col++) {
             // A value that is not finite stays what it is however little it weighs.
-            let x = outputs[min(col0 + col, SIZE - 1u)];
+            let x = all_rows(outputs[min(col0 + col, SIZE - 1u)]);
             let finite = vec4<bool>(is_finite(x.x), is_finite(x.y), is_finite(x.z), is_finite(x.w));
             columns[col * WORKGROUP + thread] = select(x, x * factor, finite);
         }

@@ -4,6 +4,7 @@
 // neighbouring threads load neighbouring values.
 //
 // Constants the host writes in front:
+//   ROWS       4
 //   SIZE       the largest size of a query, key or value vector
 //   SPLIT      keys of a split at most
 //   WORKGROUP  threads, a power of two

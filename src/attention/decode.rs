@@ -17,8 +17,15 @@ impl Attention {
     /// The tile with which a call of these sizes is decoded, if that is what pays.
     pub(super) fn decode_tile(&self, shape: &AttentionShape) -> Option<DecodeTile> {
         let few = shape.queries <= DECODE_QUERIES && shape.value_dim > 0;
-        few.then(|| DecodeTile::of(&self.gpu, shape.head_dim, shape.value_dim))
-            .flatten()
+        few.then(|| {
+            DecodeTile::of(
+                &self.gpu,
+                shape.group() * shape.queries,
+                shape.head_dim,
+                shape.value_dim,
+            )
+        })
+        .flatten()
     }
 
     /// Adds the call's dispatches and says so, unless it would have to be cut, which the fused kernel does.

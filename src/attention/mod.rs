@@ -22,7 +22,7 @@ use crate::{
     AttentionInputs, AttentionOptions, AttentionOutputs, AttentionShape, DType, Gpu, Result, Tensor,
     gpu::Scratch,
     kernel::{Batch, Storage},
-    kernels::{Chunk, copy, flash, scores, softmax, weighted_sum},
+    kernels::{self, Chunk, copy, flash, merge_ranges, scores, scores::Rule, softmax, weighted_sum},
     shape::product,
 };
 
@@ -183,13 +183,23 @@ impl Attention {
             gpu.kernel(&weighted_sum::variant(tile, storage, storage))?;
         }
         if self.path != AttentionPath::Composed {
+            let one = AttentionShape {
+                value_dim,
+                ..AttentionShape::new(1, 1, 1, head_dim)
+            };
             // Masks make another variant; which calls have some is not known yet.
-            for plain in [false, true] {
-                let tile = gpu
-                    .flash_tile([storage; 4], plain, head_dim, value_dim, false)?
-                    .tile;
-                gpu.kernel(&flash::variant(tile, plain, [storage; 4]))?;
+            let plain = Rule::new(&self.options, &one).is_plain();
+            for plain in [false, true].into_iter().filter(|&without| !without || plain) {
+                let storages = [storage; 4];
+                for queries in [1, 2] {
+                    if let Some(tile) = self.decode_tile(&AttentionShape { queries, ..one }) {
+                        gpu.kernel(&kernels::decode::variant(tile, plain, storages))?;
+                    }
+                }
+                let tile = gpu.flash_tile(storages, plain, head_dim, value_dim, false)?.tile;
+                gpu.kernel(&flash::variant(tile, plain, storages))?;
             }
+            gpu.kernel(&merge_ranges::variant(storage))?;
         }
         Ok(())
     }

@@ -14,6 +14,8 @@ use crate::{
 };
 
 const DECODE_PRIVATE: &str = include_str!("../../shaders/shared/decode_private.wgsl");
+const ROWS_ONE: &str = include_str!("../../shaders/shared/decode_rows_one.wgsl");
+const ROWS_FOUR: &str = include_str!("../../shaders/shared/decode_rows_four.wgsl");
 const DECODE_WORKGROUP: &str = include_str!("../../shaders/shared/decode_workgroup.wgsl");
 
 params! {
@@ -81,6 +83,11 @@ pub(crate) fn variant(tile: DecodeTile, plain: bool, [query, key, value, output]
             match tile {
                 DecodeTile::Private { .. } => DECODE_PRIVATE,
                 DecodeTile::Workgroup { .. } => DECODE_WORKGROUP,
+            },
+            match tile {
+                DecodeTile::Private { rows: 1, .. } => ROWS_ONE,
+                DecodeTile::Private { .. } => ROWS_FOUR,
+                DecodeTile::Workgroup { .. } => "",
             },
         ],
         constants,
