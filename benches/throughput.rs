@@ -1,7 +1,9 @@
 //! Throughput of whole calls: `cargo bench --bench throughput`, or `-- NAME` for the workloads whose name holds NAME.
 //!
 //! Each call is submitted and waited for; the median of the runs counts. FLOPs by the usual model: attention
-//! `4 B H Lq Lk D` (half of it if causal), projection `2 M N K`, a layer both.
+//! `4 B H Lq Lk D` (half of it if causal), projection `2 M N K`, a layer both. GB/s count keys and values once, which is
+//! what a decoding step has to read. MiB are the most that the crate holds beyond what it held before the call's tensors
+//! were made.
 
 // A benchmark's result is what it prints.
 #![allow(clippy::print_stdout)]
@@ -10,9 +12,9 @@ use std::time::Instant;
 
 use clap::Parser;
 use multihead::{
-    Attention, AttentionInputs, AttentionOptions, AttentionOutputs, AttentionPath, Causal, DType, Gpu,
+    Attention, AttentionInputs, AttentionOptions, AttentionOutputs, AttentionPath, Causal, DType, Error, Gpu,
     Linear, MultiHeadAttention, MultiHeadAttentionConfig, MultiHeadInputs, MultiHeadOutputs, Result, Tensor,
-    wgpu,
+    f16, wgpu,
 };
 
 #[derive(Parser)]
@@ -31,6 +33,8 @@ struct Arguments {
 struct Workload {
     name: String,
     flops: f64,
+    /// Bytes of keys and values, if that is what bounds it.
+    bytes: f64,
     build: Build,
 }
 
@@ -53,6 +57,7 @@ fn layer(batch: usize, length: usize, embed: usize, heads: usize) -> Workload {
     Workload {
         name: format!("layer B{batch} L{length} E{embed} H{heads}"),
         flops: projections + 4.0 * (batch * length * length * embed) as f64,
+        bytes: 0.0,
         build: Box::new(move |gpu| {
             let layer = MultiHeadAttention::seeded(gpu, MultiHeadAttentionConfig::new(embed, heads), 1)?;
             let x = values(gpu, &[batch, length, embed])?;
@@ -64,27 +69,96 @@ fn layer(batch: usize, length: usize, embed: usize, heads: usize) -> Workload {
     }
 }
 
-fn attention(
-    path: AttentionPath,
-    heads: usize,
+/// Attention of `queries` to `keys`, eight heads of 64.
+#[derive(Clone, Copy)]
+struct Shape {
+    batch: usize,
     queries: usize,
     keys: usize,
-    head_dim: usize,
     causal: Causal,
-) -> Workload {
-    let order = if causal == Causal::None { "" } else { " causal" };
-    let share = if causal == Causal::None { 1.0 } else { 0.5 };
+    window: Option<u32>,
+    dtype: DType,
+}
+
+impl Shape {
+    fn new(queries: usize, keys: usize) -> Self {
+        Self {
+            batch: 1,
+            queries,
+            keys,
+            causal: Causal::None,
+            window: None,
+            dtype: DType::F32,
+        }
+    }
+
+    fn causal(mut self) -> Self {
+        self.causal = Causal::TopLeft;
+        self
+    }
+
+    fn name(&self, path: AttentionPath) -> String {
+        let dtype = if self.dtype == DType::F16 { " f16" } else { "" };
+        let causal = if self.causal == Causal::None {
+            ""
+        } else {
+            " causal"
+        };
+        let window = self
+            .window
+            .map_or(String::new(), |left| format!(" window {left}"));
+        let batch = if self.batch == 1 {
+            String::new()
+        } else {
+            format!("B{} ", self.batch)
+        };
+        format!(
+            "{path:?} {batch}H8 Lq{} Lk{} D64{dtype}{causal}{window}",
+            self.queries, self.keys
+        )
+    }
+}
+
+fn typed(gpu: &Gpu, dtype: DType, shape: &[usize]) -> Result<Tensor> {
+    if dtype == DType::F32 {
+        return values(gpu, shape);
+    }
+    let count = shape.iter().product();
+    let halves: Vec<f16> = (0..count)
+        .map(|i: usize| f16::from_f32(((i * 2_654_435_761) % 1000) as f32 / 500.0 - 1.0))
+        .collect();
+    Tensor::upload(gpu, &halves, shape)
+}
+
+fn attention(path: AttentionPath, shape: Shape) -> Workload {
+    let (heads, head_dim) = (8, 64);
+    let Shape {
+        batch,
+        queries,
+        keys,
+        causal,
+        window,
+        dtype,
+    } = shape;
+    let pairs = match (window, causal) {
+        (Some(left), _) => queries as f64 * (f64::from(left) + 1.0).min(keys as f64),
+        (None, Causal::None) => (queries * keys) as f64,
+        (None, _) => 0.5 * (queries * keys) as f64,
+    };
+    let size = if dtype == DType::F16 { 2 } else { 4 };
     Workload {
-        name: format!("{path:?} H{heads} Lq{queries} Lk{keys} D{head_dim}{order}"),
-        flops: share * 4.0 * (heads * queries * keys * head_dim) as f64,
+        name: shape.name(path),
+        flops: 4.0 * (batch * heads * head_dim) as f64 * pairs,
+        bytes: (2 * batch * heads * keys * head_dim * size) as f64,
         build: Box::new(move |gpu| {
-            let attention = Attention::new(gpu, AttentionOptions::new().causal(causal))?.with_path(path);
-            let query = values(gpu, &[1, heads, queries, head_dim])?;
-            let (key, value) = (
-                values(gpu, &[1, heads, keys, head_dim])?,
-                values(gpu, &[1, heads, keys, head_dim])?,
-            );
-            let output = Tensor::zeros(gpu, DType::F32, &[1, queries, heads * head_dim])?;
+            let options = AttentionOptions::new()
+                .causal(causal)
+                .window(window, window.map(|_| 0));
+            let attention = Attention::new(gpu, options)?.with_path(path);
+            let query = typed(gpu, dtype, &[batch, heads, queries, head_dim])?;
+            let key = typed(gpu, dtype, &[batch, heads, keys, head_dim])?;
+            let value = typed(gpu, dtype, &[batch, heads, keys, head_dim])?;
+            let output = Tensor::zeros(gpu, dtype, &[batch, queries, heads * head_dim])?;
             Ok(Box::new(move |encoder| {
                 attention.record(
                     encoder,
@@ -100,6 +174,7 @@ fn projection(rows: usize, outputs: usize, inputs: usize) -> Workload {
     Workload {
         name: format!("projection {rows}x{outputs}x{inputs}"),
         flops: 2.0 * (rows * outputs * inputs) as f64,
+        bytes: 0.0,
         build: Box::new(move |gpu| {
             let linear = Linear::new(values(gpu, &[outputs, inputs])?, Some(values(gpu, &[outputs])?))?;
             let x = values(gpu, &[rows, inputs])?;
@@ -120,11 +195,38 @@ fn workloads() -> Vec<Workload> {
     ];
     for path in [AttentionPath::Fused, AttentionPath::Composed] {
         for length in [512, 1024, 2048, 4096] {
-            workloads.push(attention(path, 8, length, length, 64, Causal::None));
+            workloads.push(attention(path, Shape::new(length, length)));
         }
-        workloads.push(attention(path, 8, 1024, 1024, 64, Causal::TopLeft));
-        workloads.push(attention(path, 8, 4096, 4096, 64, Causal::TopLeft));
-        workloads.push(attention(path, 8, 1, 4096, 64, Causal::None));
+        for length in [1024, 2048, 4096] {
+            workloads.push(attention(path, Shape::new(length, length).causal()));
+        }
+        let halves = Shape {
+            dtype: DType::F16,
+            ..Shape::new(2048, 2048)
+        };
+        workloads.push(attention(path, halves));
+        workloads.push(attention(path, Shape::new(1, 4096)));
+    }
+    let fused = AttentionPath::Fused;
+    for length in [8192, 16_384] {
+        workloads.push(attention(fused, Shape::new(length, length)));
+    }
+    let windowed = Shape {
+        window: Some(255),
+        ..Shape::new(16_384, 16_384)
+    };
+    workloads.push(attention(fused, windowed));
+    for dtype in [DType::F32, DType::F16] {
+        for batch in [1, 16] {
+            for keys in [1024, 4096, 16_384, 65_536] {
+                let step = Shape {
+                    batch,
+                    dtype,
+                    ..Shape::new(1, keys)
+                };
+                workloads.push(attention(AttentionPath::Auto, step));
+            }
+        }
     }
     workloads
 }
@@ -134,8 +236,8 @@ fn main() -> std::result::Result<(), Box<dyn std::error::Error>> {
     let gpu = Gpu::new()?;
     println!("{}", gpu.description());
     println!(
-        "{:40} {:>12} {:>10} {:>12} {:>12}",
-        "workload", "median ms", "GFLOP/s", "best ms", "record us"
+        "{:44} {:>10} {:>8} {:>8} {:>10} {:>9} {:>9}",
+        "workload", "median ms", "GFLOP/s", "GB/s", "best ms", "record us", "peak MiB"
     );
     for workload in workloads() {
         if arguments
@@ -145,7 +247,18 @@ fn main() -> std::result::Result<(), Box<dyn std::error::Error>> {
         {
             continue;
         }
-        let record = (workload.build)(&gpu)?;
+        gpu.release_scratch();
+        gpu.reset_peak_bytes();
+        let base = gpu.held_bytes();
+        let record = match (workload.build)(&gpu) {
+            Ok(record) => record,
+            // A tensor beyond what the device allows for a buffer.
+            Err(error @ (Error::Limit { .. } | Error::OutOfMemory { .. })) => {
+                println!("{:44} {error}", workload.name);
+                continue;
+            }
+            Err(error) => return Err(error.into()),
+        };
         let mut times = Vec::new();
         let mut recording = Vec::new();
         for _ in 0..=arguments.runs {
@@ -165,12 +278,14 @@ fn main() -> std::result::Result<(), Box<dyn std::error::Error>> {
         };
         let (time, recording) = (median(&mut times), median(&mut recording));
         println!(
-            "{:40} {:12.3} {:10.2} {:12.3} {:12.1}",
+            "{:44} {:10.3} {:8.2} {:8.2} {:10.3} {:9.1} {:9.2}",
             workload.name,
             time * 1e3,
             workload.flops / time * 1e-9,
+            workload.bytes / time * 1e-9,
             times[0] * 1e3,
-            recording * 1e6
+            recording * 1e6,
+            (gpu.peak_bytes() - base) as f64 / f64::from(1 << 20),
         );
     }
     Ok(())

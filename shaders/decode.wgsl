@@ -195,6 +195,11 @@ fn weight_of(scores: vec4<f32>, top: vec4<f32>) -> vec4<f32> {
     return select(exponentials(scores - top), UNSEEN, bitcast<vec4<u32>>(scores) == vec4<u32>(HIDDEN));
 }
 
+// A held weight as it counts in sums; NaN stays.
+fn counted(held: vec4<f32>) -> vec4<f32> {
+    return select(held, vec4<f32>(0.0), held < vec4<f32>(0.0));
+}
+
 // A value that is not finite, for the rows that see its key.
 fn surfaced(held: vec4<f32>, x: f32) -> vec4<f32> {
     return select(vec4<f32>(x), vec4<f32>(0.0), held < vec4<f32>(0.0));

@@ -76,13 +76,32 @@ fn load_b(k: u32, col: u32) -> f32 {
     return select(0.0, loaded, (k <= last_key) & finite);
 }
 
+// Keys whose values are looked at in one round: drivers bound the rounds of loops.
+const LOOK_KEYS: u32 = 16u;
+
+fn are_four_finite(at: u32, k: u32) -> bool {
+    let end = params.keys - 1u;
+    let first = is_finite(load_value(at + min(k, end) * value_row));
+    let second = is_finite(load_value(at + min(k + 1u, end) * value_row));
+    let third = is_finite(load_value(at + min(k + 2u, end) * value_row));
+    let fourth = is_finite(load_value(at + min(k + 3u, end) * value_row));
+    return first & second & third & fourth;
+}
+
 fn sum_not_finite(row: u32, col: u32) -> f32 {
     var sum = 0.0;
-    for (var k = 0u; k < params.keys; k++) {
-        let weight = weights[weights_base + row * params.keys + k];
-        let loaded = load_value(value_base + k * value_row + col * value_dim);
-        if weight != 0.0 && !is_finite(loaded) {
-            sum += weight * loaded;
+    let at = value_base + col * value_dim;
+    for (var k = 0u; k < params.keys; k += LOOK_KEYS) {
+        let low = are_four_finite(at, k) & are_four_finite(at, k + 4u);
+        let high = are_four_finite(at, k + 8u) & are_four_finite(at, k + 12u);
+        if !(low & high) {
+            for (var j = k; j < min(k + LOOK_KEYS, params.keys); j++) {
+                let weight = weights[weights_base + row * params.keys + j];
+                let loaded = load_value(at + j * value_row);
+                if weight != 0.0 && !is_finite(loaded) {
+                    sum += weight * loaded;
+                }
+            }
         }
     }
     return sum;

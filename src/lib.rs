@@ -24,6 +24,7 @@ mod rotary;
 mod self_check;
 mod shape;
 mod tensor;
+mod tune;
 mod tuning;
 mod weights;
 
@@ -43,4 +44,6 @@ pub use rotary::{Rotary, RotaryOptions, RotaryPairing, RotaryPositions, RotarySc
 pub use self_check::VariantCheck;
 pub use shape::{AttentionShape, MAX_AXIS};
 pub use tensor::Tensor;
+#[doc(hidden)]
+pub use tune::tune;
 pub use weights::{CheckpointInfo, CheckpointNames, Parameters};

@@ -151,11 +151,11 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
     for (var slot = 0u; slot < slots; slot++) {
         let weight = weight_of(held[slot], top);
         held[slot] = weight;
-        sum += max(weight, vec4<f32>(0.0));
+        sum += counted(weight);
     }
     for (var slot = 0u; slot < slots; slot++) {
         let j = min(tile.first + slot * WORKGROUP + thread, tile.end - 1u);
-        add_all_values(tile.value_base + j * params.value_row, own_rows(max(held[slot], vec4<f32>(0.0))));
+        add_all_values(tile.value_base + j * params.value_row, own_rows(counted(held[slot])));
     }
     if not_finite {
         for (var dim = 0u; dim < params.value_dim; dim++) {

@@ -77,7 +77,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
     for (var k = thread; k < keys; k += WORKGROUP) {
         let weight = weight_of(held[k], top);
         held[k] = weight;
-        own_sum += max(weight, vec4<f32>(0.0));
+        own_sum += counted(weight);
     }
     let sums = with_sinks(tile, Sums(top, sum_of_all(thread, own_sum)));
     let scale = output_factor(top, sums);
@@ -90,7 +90,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
             let loaded = load_value(at + k * params.value_row);
             let finite = is_finite(loaded);
             not_finite = not_finite || !finite;
-            x = fma(max(held[k], vec4<f32>(0.0)), vec4<f32>(select(0.0, loaded, finite)), x);
+            x = fma(counted(held[k]), vec4<f32>(select(0.0, loaded, finite)), x);
         }
         if not_finite {
             for (var k = 0u; k < keys; k++) {

@@ -10,13 +10,13 @@ use crate::{
         merge_ranges::{self, Lse, Ranges},
         scores::{Operand, Rule},
     },
-    tuning::{DECODE_QUERIES, DecodeTile, RANGES_CHUNK, decode_groups},
+    tuning::{DecodeTile, RANGES_CHUNK, decode_groups, decode_pays},
 };
 
 impl Attention {
     /// The tile with which a call of these sizes is decoded, if that is what pays.
     pub(super) fn decode_tile(&self, shape: &AttentionShape) -> Option<DecodeTile> {
-        let few = shape.queries <= DECODE_QUERIES && shape.value_dim > 0;
+        let few = decode_pays(&self.gpu, shape.group(), shape.queries) && shape.value_dim > 0;
         few.then(|| {
             DecodeTile::of(
                 &self.gpu,

@@ -1,4 +1,4 @@
-//! `cargo xtask demo | test | bench | check`: the chores of this repository, each in one command.
+//! `cargo xtask demo | test | bench | tune | check`: the chores of this repository, each in one command.
 //!
 //! What xtask itself has to say goes to stderr; stdout belongs to the command that it runs.
 
@@ -40,6 +40,12 @@ enum Task {
         #[arg(last = true)]
         args: Vec<String>,
     },
+    /// Time the kernels' tile sizes on the present adapter and print the rows for src/tuning.rs
+    Tune {
+        /// Arguments for the example itself, e.g. `-- --seconds 1200`
+        #[arg(last = true)]
+        args: Vec<String>,
+    },
     /// Check formatting, lints and documentation
     Check,
 }
@@ -74,6 +80,7 @@ fn work(cli: &Cli) -> Result<ExitCode> {
         }
         Task::Test { args } => run(&root, &[steps::test(args)]),
         Task::Bench { args } => run(&root, &[steps::bench(args)]),
+        Task::Tune { args } => run(&root, &[steps::tune(args)]),
         Task::Check => {
             let path = env::var_os("PATH").unwrap_or_default();
             for tool in ["tint", "spirv-val"] {

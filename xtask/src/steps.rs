@@ -57,6 +57,10 @@ pub fn bench(args: &[String]) -> Step {
     Step::new(&["bench", "--bench", "throughput", "--"]).with(args)
 }
 
+pub fn tune(args: &[String]) -> Step {
+    Step::new(&["run", "--release", "--example", "tune", "--"]).with(args)
+}
+
 /// All in the release profile, so that the documentation reuses what the lints have built.
 pub fn check() -> Vec<Step> {
     let mut doc = Step::new(&["doc", "--workspace", "--no-deps", "--release"]);
@@ -115,6 +119,14 @@ mod tests {
         assert_eq!(
             bench(&owned(&["--json"])).to_string(),
             "cargo bench --bench throughput -- --json"
+        );
+    }
+
+    #[test]
+    fn tune_arguments_reach_the_example() {
+        assert_eq!(
+            tune(&owned(&["--seconds", "60"])).to_string(),
+            "cargo run --release --example tune -- --seconds 60"
         );
     }
 
