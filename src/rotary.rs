@@ -189,7 +189,7 @@ impl RotaryPositions<'_> {
 /// # Ok(())
 /// # }
 /// ```
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct Rotary {
     pairing: RotaryPairing,
     cos: Tensor,
@@ -367,7 +367,9 @@ impl Rotary {
                 self.cos.shape()
             )));
         }
-        check_overlaps(inputs(), [("output", output)].into_iter())?;
+        if !batch.is_planned() {
+            check_overlaps(inputs(), [("output", output)].into_iter())?;
+        }
         let positions = self.bind_positions(positions, sequences, rows)?;
         if output.is_empty() {
             // Its other axes may be longer than a dispatch could count.
@@ -429,8 +431,21 @@ impl Rotary {
         })
     }
 
+    /// Refuses to serve heads of this size whose rows are known by their position alone.
+    pub(crate) fn check_positions(&self, gpu: &Gpu, head_dim: usize) -> Result<()> {
+        check_device(gpu, "rotary", &self.cos)?;
+        self.check_head(head_dim)?;
+        if self.is_per_sequence() {
+            return Err(Error::Shape(format!(
+                "rotary tables of shape {:?}: rows are known by their position alone here, use [positions, rotary_dim / 2]",
+                self.cos.shape()
+            )));
+        }
+        Ok(())
+    }
+
     /// Refuses heads that are smaller than what is rotated of them.
-    pub(crate) fn check_head(&self, head_dim: usize) -> Result<()> {
+    fn check_head(&self, head_dim: usize) -> Result<()> {
         if self.rotary_dim() <= head_dim {
             return Ok(());
         }
@@ -466,7 +481,7 @@ impl Rotary {
     }
 
     /// Whether each sequence has tables of its own.
-    pub(crate) fn is_per_sequence(&self) -> bool {
+    fn is_per_sequence(&self) -> bool {
         self.cos.shape().len() == 3
     }
 
