@@ -289,7 +289,10 @@ impl MultiHeadAttention {
                     .to_owned(),
             );
         }
-        let own = config.attention.window_left.map(|left| left as usize + 1);
+        let own = config
+            .attention
+            .window_left
+            .map(|left| (left as usize).saturating_add(1));
         match &self.rolling {
             Some(attention) if own == Some(window) => Ok(attention),
             _ => refuse(format!(

@@ -251,6 +251,7 @@ impl Case {
             key_mask: (self.padding != MaskKind::None).then_some(&of.padding[..]),
             kv_lengths: self.lengths.then_some(&of.lengths[..]),
             causal: self.causal,
+            rotary: None,
         }
         .run()
         .unwrap()
