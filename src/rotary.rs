@@ -1,11 +1,13 @@
 //! Rotary position embedding as an operator of its own.
 
+use std::ops::Range;
+
 use crate::{
     DType, Error, Gpu, Result, Tensor,
     inputs::{check_device, check_overlaps},
     kernel::{Batch, Binding, Storage},
     kernels::rotary::{self, Positions, Rotation, Tables},
-    linear::{bind, check_contiguous, check_float},
+    linear::{bind, check_contiguous, check_float, pieces},
     reference::rotary_tables,
     shape::MAX_AXIS,
 };
@@ -375,7 +377,40 @@ impl Rotary {
             // Its other axes may be longer than a dispatch could count.
             return Ok(());
         }
-        rotary::push(batch, input, output, &self.bind()?, positions)
+        let tables = self.bind()?;
+        let part = |tensor: &Tensor, heads: &Range<usize>, [batches, rows]: &[Range<usize>; 2]| {
+            tensor
+                .slice(0, batches.clone())?
+                .slice(1, heads.clone())?
+                .slice(2, rows.clone())
+        };
+        let all_fit = |heads: &Range<usize>, piece: &[Range<usize>; 2]| {
+            [input, output].into_iter().all(|tensor| {
+                part(tensor, heads, piece).is_ok_and(|part| Binding::fits(gpu, &part, &(0..part.extent())))
+            })
+        };
+        // Where a head's rows lie together, one row of all heads may reach farther than a binding.
+        let heads = input.shape()[1];
+        let together = if all_fit(&(0..heads), &[0..1, 0..1]) {
+            heads
+        } else {
+            1
+        };
+        for first_head in (0..heads).step_by(together) {
+            let heads = first_head..first_head + together;
+            let work = together * size;
+            for piece in pieces(gpu, [sequences, rows], work, |piece| all_fit(&heads, piece)) {
+                let first = piece.each_ref().map(|axis| axis.start as u32);
+                rotary::push(
+                    batch,
+                    &part(input, &heads, &piece)?,
+                    &part(output, &heads, &piece)?,
+                    &tables.starting_at(first[0]),
+                    positions.starting_at(first),
+                )?;
+            }
+        }
+        Ok(())
     }
 
     fn bind_positions(&self, positions: RotaryPositions<'_>, batch: usize, rows: usize) -> Result<Positions> {

@@ -5,6 +5,7 @@
 mod attention;
 mod cache;
 mod cases;
+mod decode;
 mod device;
 mod errors;
 mod field;
