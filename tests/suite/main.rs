@@ -10,6 +10,7 @@ mod device;
 mod errors;
 mod field;
 mod fused;
+mod generate;
 mod layer;
 mod linear;
 mod packed;
