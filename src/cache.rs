@@ -59,7 +59,8 @@ impl KvCacheShape {
 /// [`KvCache::append`] writes new keys and values behind those that are there, in your encoder: nothing of the past is
 /// copied, and no more is uploaded than the lengths. [`KvCache::keys`], [`KvCache::values`] and [`KvCache::lengths`] are
 /// what [`AttentionInputs`](crate::AttentionInputs) takes. They cover the longest sequence, not the capacity, so a step
-/// costs what the used part costs. What lies behind a sequence's length never counts, NaN included.
+/// costs what the used part costs. What lies behind a sequence's length never counts, NaN included. A whole layer does
+/// all of it in [`MultiHeadAttention::step`](crate::MultiHeadAttention::step).
 ///
 /// ```
 /// # fn main() -> multihead::Result<()> {

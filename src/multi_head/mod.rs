@@ -255,7 +255,8 @@ impl MultiHeadAttention {
         &self.gpu
     }
 
-    /// Builds the pipelines for activations of this type ahead of the first call.
+    /// Builds the pipelines for activations of this type ahead of the first call; for steps,
+    /// [`KvCache::warm_up`](crate::KvCache::warm_up) of F32 builds those of the cache.
     ///
     /// # Errors
     ///
