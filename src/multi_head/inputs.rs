@@ -234,6 +234,7 @@ impl Sizes {
                 )));
             }
         };
+        check_float("query", inputs.query)?;
         let keys = match inputs.cross_cache {
             None => Self::keys_of(config, inputs)?,
             Some(cache) => {
@@ -253,7 +254,6 @@ impl Sizes {
                 cache.len()
             }
         };
-        check_float("query", inputs.query)?;
         Ok(Self {
             batched: rank == 3,
             batch,
