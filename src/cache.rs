@@ -59,7 +59,8 @@ impl KvCacheShape {
 /// [`KvCache::append`] writes new keys and values behind those that are there, in your encoder: nothing of the past is
 /// copied, and no more is uploaded than the lengths. [`KvCache::keys`], [`KvCache::values`] and [`KvCache::lengths`] are
 /// what [`AttentionInputs`](crate::AttentionInputs) takes. They cover the longest sequence, not the capacity, so a step
-/// costs what the used part costs. What lies behind a sequence's length never counts, NaN included.
+/// costs what the used part costs. What lies behind a sequence's length never counts, NaN included. A whole layer does
+/// all of it in [`MultiHeadAttention::step`](crate::MultiHeadAttention::step).
 ///
 /// ```
 /// # fn main() -> multihead::Result<()> {
@@ -220,14 +221,7 @@ impl KvCache {
     /// [`Error::Shape`] if it rotates more than a head has, or has tables for each sequence; [`Error::WrongDevice`];
     /// [`Error::Option`] if the cache holds keys already.
     pub fn with_rotary(mut self, rotary: Rotary) -> Result<Self> {
-        check_device(&self.gpu, "rotary", rotary.tables().0)?;
-        rotary.check_head(self.shape.head_dim)?;
-        if rotary.is_per_sequence() {
-            return Err(Error::Shape(format!(
-                "rotary tables of shape {:?}: a cache knows its rows by their position alone, use [positions, rotary_dim / 2]",
-                rotary.tables().0.shape()
-            )));
-        }
+        rotary.check_positions(&self.gpu, self.shape.head_dim)?;
         if self.longest() > 0 {
             return Err(Error::Option(
                 "with_rotary on a cache that holds keys: give it to the empty cache".to_owned(),
@@ -325,7 +319,7 @@ impl KvCache {
 
     /// Where queries stand whose keys were appended last: the last one at its sequence's last position.
     pub fn query_positions(&self) -> RotaryPositions<'_> {
-        RotaryPositions::Ends(self.state.on_gpu.tensor())
+        self.state.positions()
     }
 
     /// Which keys of a rolling cache the last `queries` positions of each sequence see, `[B, 1, queries, n]`: those of the
@@ -383,17 +377,28 @@ impl KvCache {
                 self.max_chunk()
             )));
         }
-        let slots = self.state.keys.shape()[2];
+        for (sequence, &length) in self.state.lengths.iter().enumerate() {
+            let held = self.state.held[sequence];
+            self.check_window(sequence, held, length, length.saturating_sub(queries), window)?;
+        }
+        self.mask_of(&self.state, queries, &vec![queries; self.shape.batch], window)
+    }
+
+    /// Which keys of a rolling cache in this state the last `counts[b]` positions of each sequence see, in the last rows of
+    /// `[B, 1, queries, n]`. The rows before them, and before a sequence's first position, see none.
+    pub(crate) fn mask_of(
+        &self,
+        state: &State,
+        queries: usize,
+        counts: &[usize],
+        window: usize,
+    ) -> Result<Mask> {
+        let slots = state.keys.shape()[2];
         let mut keep = Vec::with_capacity(self.shape.batch * queries * slots);
-        for sequence in 0..self.shape.batch {
-            let length = self.state.lengths[sequence];
-            self.check_window(sequence, length, length.saturating_sub(queries), window)?;
-            for query in 0..queries {
-                // Positions before the first belong to rows in front of a shorter sequence.
-                let Some(position) = (length + query).checked_sub(queries) else {
-                    keep.extend(std::iter::repeat_n(false, slots));
-                    continue;
-                };
+        for (&length, &count) in state.lengths.iter().zip(counts) {
+            let count = count.min(length);
+            keep.extend(std::iter::repeat_n(false, (queries - count) * slots));
+            for position in length - count..length {
                 keep.extend((0..slots).map(|slot| {
                     // How far the slot's position lies before the query's; slots of later ones count as a whole round
                     // before, which no window reaches.
@@ -444,6 +449,11 @@ impl KvCache {
         batch.record(encoder)?;
         self.commit(next);
         Ok(())
+    }
+
+    /// All memory of keys and values, used or not.
+    pub(crate) fn memory(&self) -> [&Tensor; 2] {
+        [&self.keys, &self.values]
     }
 
     /// Takes the state that an append leaves behind, once it is recorded.
@@ -607,7 +617,7 @@ impl KvCache {
         let mut held = self.state.held.clone();
         for (sequence, &length) in lengths.iter().enumerate() {
             if let Some(window) = self.window.filter(|_| length < self.state.lengths[sequence]) {
-                self.check_window(sequence, length, length, window)?;
+                self.check_window(sequence, held[sequence], length, length, window)?;
             }
             held[sequence] = held[sequence].min(length);
         }
@@ -615,10 +625,17 @@ impl KvCache {
         Ok(())
     }
 
-    /// Whether a rolling cache still holds what position `position` of a sequence sees before `length`.
-    fn check_window(&self, sequence: usize, length: usize, position: usize, window: usize) -> Result<()> {
+    /// Whether a rolling cache that holds the positions from `first_held` on has what position `position` of a sequence
+    /// sees before `length`.
+    fn check_window(
+        &self,
+        sequence: usize,
+        first_held: usize,
+        length: usize,
+        position: usize,
+        window: usize,
+    ) -> Result<()> {
         let first_seen = (position + 1).saturating_sub(window);
-        let first_held = self.state.held[sequence];
         if first_seen >= first_held || first_seen >= length {
             return Ok(());
         }
@@ -716,6 +733,11 @@ impl KvCache {
 }
 
 impl State {
+    /// Where queries stand whose keys came last.
+    pub(crate) fn positions(&self) -> RotaryPositions<'_> {
+        RotaryPositions::Ends(self.on_gpu.tensor())
+    }
+
     fn new(
         gpu: &Gpu,
         keys: &Tensor,

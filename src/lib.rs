@@ -36,7 +36,9 @@ pub use error::{Error, Result};
 pub use gpu::Gpu;
 pub use inputs::{AttentionInputs, AttentionOutputs, KvLengths, Mask};
 pub use linear::Linear;
-pub use multi_head::{MultiHeadAttention, MultiHeadInputs, MultiHeadOutputs, MultiHeadResult, NeedWeights};
+pub use multi_head::{
+    CrossCache, MultiHeadAttention, MultiHeadInputs, MultiHeadOutputs, MultiHeadResult, NeedWeights,
+};
 pub use options::{Align, AttentionOptions, Causal};
 pub use packed::{CuSeqlens, PackedInputs, PackedOutputs, PackedResult};
 pub use plan::Plan;

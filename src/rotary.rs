@@ -1,11 +1,13 @@
 //! Rotary position embedding as an operator of its own.
 
+use std::ops::Range;
+
 use crate::{
     DType, Error, Gpu, Result, Tensor,
     inputs::{check_device, check_overlaps},
     kernel::{Batch, Binding, Storage},
     kernels::rotary::{self, Positions, Rotation, Tables},
-    linear::{bind, check_contiguous, check_float},
+    linear::{bind, check_contiguous, check_float, pieces},
     reference::rotary_tables,
     shape::MAX_AXIS,
 };
@@ -189,7 +191,7 @@ impl RotaryPositions<'_> {
 /// # Ok(())
 /// # }
 /// ```
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct Rotary {
     pairing: RotaryPairing,
     cos: Tensor,
@@ -367,13 +369,48 @@ impl Rotary {
                 self.cos.shape()
             )));
         }
-        check_overlaps(inputs(), [("output", output)].into_iter())?;
+        if !batch.is_planned() {
+            check_overlaps(inputs(), [("output", output)].into_iter())?;
+        }
         let positions = self.bind_positions(positions, sequences, rows)?;
         if output.is_empty() {
             // Its other axes may be longer than a dispatch could count.
             return Ok(());
         }
-        rotary::push(batch, input, output, &self.bind()?, positions)
+        let tables = self.bind()?;
+        let part = |tensor: &Tensor, heads: &Range<usize>, [batches, rows]: &[Range<usize>; 2]| {
+            tensor
+                .slice(0, batches.clone())?
+                .slice(1, heads.clone())?
+                .slice(2, rows.clone())
+        };
+        let all_fit = |heads: &Range<usize>, piece: &[Range<usize>; 2]| {
+            [input, output].into_iter().all(|tensor| {
+                part(tensor, heads, piece).is_ok_and(|part| Binding::fits(gpu, &part, &(0..part.extent())))
+            })
+        };
+        // Where a head's rows lie together, one row of all heads may reach farther than a binding.
+        let heads = input.shape()[1];
+        let together = if all_fit(&(0..heads), &[0..1, 0..1]) {
+            heads
+        } else {
+            1
+        };
+        for first_head in (0..heads).step_by(together) {
+            let heads = first_head..first_head + together;
+            let work = together * size;
+            for piece in pieces(gpu, [sequences, rows], work, |piece| all_fit(&heads, piece)) {
+                let first = piece.each_ref().map(|axis| axis.start as u32);
+                rotary::push(
+                    batch,
+                    &part(input, &heads, &piece)?,
+                    &part(output, &heads, &piece)?,
+                    &tables.starting_at(first[0]),
+                    positions.starting_at(first),
+                )?;
+            }
+        }
+        Ok(())
     }
 
     fn bind_positions(&self, positions: RotaryPositions<'_>, batch: usize, rows: usize) -> Result<Positions> {
@@ -429,8 +466,21 @@ impl Rotary {
         })
     }
 
+    /// Refuses to serve heads of this size whose rows are known by their position alone.
+    pub(crate) fn check_positions(&self, gpu: &Gpu, head_dim: usize) -> Result<()> {
+        check_device(gpu, "rotary", &self.cos)?;
+        self.check_head(head_dim)?;
+        if self.is_per_sequence() {
+            return Err(Error::Shape(format!(
+                "rotary tables of shape {:?}: rows are known by their position alone here, use [positions, rotary_dim / 2]",
+                self.cos.shape()
+            )));
+        }
+        Ok(())
+    }
+
     /// Refuses heads that are smaller than what is rotated of them.
-    pub(crate) fn check_head(&self, head_dim: usize) -> Result<()> {
+    fn check_head(&self, head_dim: usize) -> Result<()> {
         if self.rotary_dim() <= head_dim {
             return Ok(());
         }
@@ -466,7 +516,7 @@ impl Rotary {
     }
 
     /// Whether each sequence has tables of its own.
-    pub(crate) fn is_per_sequence(&self) -> bool {
+    fn is_per_sequence(&self) -> bool {
         self.cos.shape().len() == 3
     }
 

@@ -10,7 +10,8 @@
 
 use multihead::reference::{LayerParameters, Mask};
 use multihead::{
-    Align, AttentionOptions, AttentionShape, Causal, DType, MultiHeadAttentionConfig, RotaryPairing,
+    Align, AttentionOptions, AttentionShape, Causal, DType, MultiHeadAttentionConfig, RotaryOptions,
+    RotaryPairing, RotaryScaling,
 };
 use safetensors::tensor::TensorView;
 use safetensors::{Dtype, SafeTensors};
@@ -133,6 +134,8 @@ pub(crate) struct Layer {
     pub(crate) value: Option<Floats>,
     pub(crate) hiding: Hiding,
     pub(crate) average_weights: bool,
+    /// Turns queries and keys, row `l` by position `l`.
+    pub(crate) rotary: Option<RotaryOptions>,
 }
 
 impl Layer {
@@ -643,6 +646,25 @@ impl Options {
         })
     }
 
+    /// Base and scaling of a layer's rotary embedding.
+    fn rope(&mut self) -> Result<Option<(f64, RotaryScaling)>> {
+        let base = self.take("rope_theta", "a number", Value::as_f64)?;
+        let scaling = self.take("rope_scaling", "an object of Llama 3's four numbers", |value| {
+            let number = |key: &str| value.get(key)?.as_f64();
+            Some(RotaryScaling::Llama3 {
+                factor: number("factor")?,
+                low_freq_factor: number("low_freq_factor")?,
+                high_freq_factor: number("high_freq_factor")?,
+                original_max_positions: number("original_max_position_embeddings")? as usize,
+            })
+        })?;
+        match (base, scaling) {
+            (Some(base), scaling) => Ok(Some((base, scaling.unwrap_or_default()))),
+            (None, None) => Ok(None),
+            (None, Some(_)) => bad("option \"rope_scaling\" without \"rope_theta\""),
+        }
+    }
+
     /// The options of the rule.
     fn attention(&mut self) -> Result<AttentionOptions> {
         let number = |value: &Value| value.as_f64().map(|x| x as f32);
@@ -798,6 +820,7 @@ fn read_layer(bytes: &[u8], inputs: &mut Inputs<'_>, options: &mut Options) -> R
     let average_weights = options.flag("average_weights")?;
     let add_zero_attn = options.flag("add_zero_attn")?;
     let attention = options.attention()?;
+    let rope = options.rope()?;
 
     let query = inputs.needed("query")?;
     let [key, value] = [inputs.floats("key")?, inputs.floats("value")?];
@@ -848,6 +871,13 @@ fn read_layer(bytes: &[u8], inputs: &mut Inputs<'_>, options: &mut Options) -> R
         head_dim: size,
         value_dim: size,
     })?;
+    let rotary = rope.map(|(base, scaling)| RotaryOptions::new(size).base(base).scaling(scaling));
+    if let Some(Err(error)) = rotary.map(|rotary| rotary.validate()) {
+        return bad(error.to_string());
+    }
+    if rotary.is_some() && key.is_some() {
+        return unsupported("rotary embedding of a key of its own");
+    }
     let hiding = inputs.hiding(batch, keys)?;
     Ok(Layer {
         config,
@@ -860,6 +890,7 @@ fn read_layer(bytes: &[u8], inputs: &mut Inputs<'_>, options: &mut Options) -> R
         value,
         hiding,
         average_weights,
+        rotary,
     })
 }
 

@@ -125,6 +125,7 @@ fn layer(op: &Layer, weights: bool) -> Result<Answers> {
         key_mask: op.hiding.key_mask.as_deref(),
         kv_lengths: op.hiding.kv_lengths.as_deref(),
         causal: None,
+        rotary: op.rotary,
     };
     let answer = if weights { call.run()? } else { call.run_output()? };
     let mut answers = Answers::new();

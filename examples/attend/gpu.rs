@@ -133,7 +133,10 @@ fn weights_path(path: AttentionPath, weights: bool) -> AttentionPath {
 }
 
 fn layer(gpu: &Gpu, op: &Layer, weights: bool, path: AttentionPath) -> Result<Answers> {
-    let layer = MultiHeadAttention::new(gpu, op.config.clone(), &parameters(op)?)?;
+    let mut layer = MultiHeadAttention::new(gpu, op.config.clone(), &parameters(op)?)?;
+    if let Some(options) = op.rotary {
+        layer = layer.with_rotary(multihead::Rotary::new(gpu, options, op.queries.max(1))?)?;
+    }
     let query = upload(gpu, &op.query)?;
     let key = op.key.as_ref().map(|key| upload(gpu, key)).transpose()?;
     let value = op.value.as_ref().map(|value| upload(gpu, value)).transpose()?;

@@ -17,6 +17,8 @@ pub(crate) enum Scratch {
     Values,
     /// Projected queries, keys and values of a layer.
     Projected,
+    /// Queries and keys of a layer turned by their positions.
+    Rotated,
     /// Lengths, slopes and sinks joined.
     Words,
     /// Attention output of a layer before its output projection.

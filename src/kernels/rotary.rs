@@ -73,6 +73,17 @@ pub(crate) struct Tables {
     pub(crate) rotation: Rotation,
 }
 
+impl Tables {
+    /// Those of the sequences from `first` on.
+    pub(crate) fn starting_at(&self, first: u32) -> Self {
+        let mut tables = self.clone();
+        let rotation = &mut tables.rotation;
+        rotation.cos_start += first * rotation.batch;
+        rotation.sin_start += first * rotation.batch;
+        tables
+    }
+}
+
 /// The position of each row.
 #[derive(Debug, Clone)]
 pub(crate) struct Positions {
@@ -82,6 +93,20 @@ pub(crate) struct Positions {
     pub(crate) consecutive: bool,
     /// Words that are added: binding, start, strides of batch and rows.
     pub(crate) words: Option<(Binding, u32, [u32; 2])>,
+}
+
+impl Positions {
+    /// Those from a sequence and a row on.
+    pub(crate) fn starting_at(&self, [sequence, row]: [u32; 2]) -> Self {
+        let mut positions = self.clone();
+        if positions.consecutive {
+            positions.first = positions.first.wrapping_add(row);
+        }
+        if let Some((_, start, [outer, inner])) = &mut positions.words {
+            *start += sequence * *outer + row * *inner;
+        }
+        positions
+    }
 }
 
 /// Adds the dispatch that rotates a `[B, H, L, D]` tensor into one of the same shape.

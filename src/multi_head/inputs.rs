@@ -1,11 +1,12 @@
 //! What a layer call reads and writes, and its sizes.
 
+use super::cross::CrossCache;
 use crate::{
     Causal, Error, Gpu, KvLengths, Mask, MultiHeadAttentionConfig, Result, Tensor, inputs::check_device,
     linear::check_float,
 };
 
-/// What a layer call reads. Self-attention unless a key is given.
+/// What a layer call reads. Self-attention unless a key or a cross cache is given.
 ///
 /// ```
 /// # fn main() -> multihead::Result<()> {
@@ -29,6 +30,8 @@ pub struct MultiHeadInputs<'a> {
     pub key: Option<&'a Tensor>,
     /// `[B, Lk, vdim]` or `[Lk, vdim]`; the key if absent.
     pub value: Option<&'a Tensor>,
+    /// Keys and values that were projected before, in place of `key` and `value`.
+    pub cross_cache: Option<&'a CrossCache>,
     /// Broadcasts to `[B, H, Lq, Lk]`.
     pub attn_mask: Option<&'a Mask>,
     /// Boolean, `[B, Lk]`, or `[Lk]` without a batch.
@@ -46,6 +49,7 @@ impl<'a> MultiHeadInputs<'a> {
             query,
             key: None,
             value: None,
+            cross_cache: None,
             attn_mask: None,
             key_padding_mask: None,
             kv_lengths: None,
@@ -57,6 +61,13 @@ impl<'a> MultiHeadInputs<'a> {
     pub fn key_value(mut self, key: &'a Tensor, value: &'a Tensor) -> Self {
         self.key = Some(key);
         self.value = Some(value);
+        self
+    }
+
+    /// Attends to keys and values that [`MultiHeadAttention::cross_cache`](crate::MultiHeadAttention::cross_cache)
+    /// projected once.
+    pub fn cross_cache(mut self, cache: &'a CrossCache) -> Self {
+        self.cross_cache = Some(cache);
         self
     }
 
@@ -111,6 +122,8 @@ impl<'a> MultiHeadInputs<'a> {
             ("query", Some(self.query)),
             ("key", self.key),
             ("value", self.value),
+            ("cross cache", self.cross_cache.map(CrossCache::keys)),
+            ("cross cache", self.cross_cache.map(CrossCache::values)),
             ("attn_mask", self.attn_mask.map(Mask::tensor)),
             ("key_padding_mask", self.key_padding_mask.map(Mask::tensor)),
             ("kv_lengths", self.kv_lengths.map(KvLengths::tensor)),
@@ -221,9 +234,40 @@ impl Sizes {
                 )));
             }
         };
+        check_float("query", inputs.query)?;
+        let keys = match inputs.cross_cache {
+            None => Self::keys_of(config, inputs)?,
+            Some(cache) => {
+                if inputs.key.is_some() || inputs.value.is_some() {
+                    return Err(Error::Option(
+                        "a cross cache together with a key or value: the cache holds both already, give one or the other"
+                            .to_owned(),
+                    ));
+                }
+                if cache.keys().shape()[0] != batch {
+                    return Err(Error::Shape(format!(
+                        "query has shape {:?}, the cross cache holds a batch of {}: use as many sequences",
+                        inputs.query.shape(),
+                        cache.keys().shape()[0]
+                    )));
+                }
+                cache.len()
+            }
+        };
+        Ok(Self {
+            batched: rank == 3,
+            batch,
+            queries,
+            keys,
+            all_keys: keys + config.extra_keys(),
+        })
+    }
+
+    /// Checks the key and the value, and gives the number of keys.
+    fn keys_of(config: &MultiHeadAttentionConfig, inputs: &MultiHeadInputs) -> Result<usize> {
         let keys = inputs.key().shape().iter().rev().nth(1).copied().unwrap_or(0);
-        let batch_axis = if rank == 3 { vec![batch] } else { vec![] };
-        let expected = |width: usize| [&batch_axis[..], &[keys, width]].concat();
+        let outer = inputs.query.shape().len() - 2;
+        let expected = |width: usize| [&inputs.query.shape()[..outer], &[keys, width]].concat();
         for (name, tensor, width, size_name) in [
             ("key", inputs.key(), config.kdim, "kdim"),
             ("value", inputs.value(), config.vdim, "vdim"),
@@ -236,20 +280,8 @@ impl Sizes {
                     inputs.query.shape()
                 )));
             }
-        }
-        for (name, tensor) in [
-            ("query", inputs.query),
-            ("key", inputs.key()),
-            ("value", inputs.value()),
-        ] {
             check_float(name, tensor)?;
         }
-        Ok(Self {
-            batched: rank == 3,
-            batch,
-            queries,
-            keys,
-            all_keys: keys + config.extra_keys(),
-        })
+        Ok(keys)
     }
 }

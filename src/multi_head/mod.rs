@@ -1,16 +1,20 @@
 //! The layer: projections, attention, output projection, with PyTorch's vocabulary.
 
+mod cross;
 mod inputs;
 mod projection;
+mod step;
 
+pub use cross::CrossCache;
 pub use inputs::{MultiHeadInputs, MultiHeadOutputs, MultiHeadResult, NeedWeights};
 
 use inputs::Sizes;
-use projection::Projection;
+use projection::{Projection, Targets};
 
 use crate::{
-    Attention, AttentionInputs, AttentionOptions, AttentionOutputs, AttentionPath, AttentionShape, Causal,
-    DType, Error, Gpu, MultiHeadAttentionConfig, Parameters, Plan, Result, Tensor,
+    Align, Attention, AttentionInputs, AttentionOptions, AttentionOutputs, AttentionPath, AttentionShape,
+    Causal, DType, Error, Gpu, MultiHeadAttentionConfig, Parameters, Plan, Result, Rotary, RotaryPositions,
+    Tensor,
     gpu::Scratch,
     inputs::{check_device, check_overlaps},
     kernel::{Batch, Storage},
@@ -60,6 +64,9 @@ pub struct MultiHeadAttention {
     zero: Option<Tensor>,
     /// One operator per causal order; they differ in nothing else.
     attention: [Attention; 3],
+    /// The operator on a rolling cache, whose mask stands for causal order and window; `None` if there is no window.
+    rolling: Option<Attention>,
+    rotary: Option<Rotary>,
 }
 
 impl MultiHeadAttention {
@@ -108,6 +115,10 @@ impl MultiHeadAttention {
             Attention::new(gpu, options(Causal::TopLeft))?,
             Attention::new(gpu, options(Causal::BottomRight))?,
         ];
+        let rolling = match config.attention.window_left {
+            Some(_) => Some(Attention::new(gpu, options(Causal::None).window(None, None))?),
+            None => None,
+        };
         Ok(Self {
             gpu: gpu.clone(),
             config,
@@ -116,6 +127,8 @@ impl MultiHeadAttention {
             bias_kv,
             zero,
             attention,
+            rolling,
+            rotary: None,
         })
     }
 
@@ -148,7 +161,49 @@ impl MultiHeadAttention {
     /// The same layer with the path of its attention forced; [`Attention::choice`] tells what is chosen otherwise.
     pub fn with_path(mut self, path: AttentionPath) -> Self {
         self.attention = self.attention.map(|attention| attention.with_path(path));
+        self.rolling = self.rolling.map(|attention| attention.with_path(path));
         self
+    }
+
+    /// The same layer with queries and keys turned by their positions before attention (rotary embedding), as Llama and
+    /// its kin have it. Row `l` of a sequence stands at position `l`, or behind those that a cache holds
+    /// ([`MultiHeadAttention::step`]). Layers may share the tables: clone one [`Rotary`].
+    ///
+    /// A layer with it attends to its own rows alone. `bias_k` and the key of zeros are not turned.
+    ///
+    /// ```
+    /// # fn main() -> multihead::Result<()> {
+    /// use multihead::{Gpu, MultiHeadAttention, MultiHeadAttentionConfig, Rotary, RotaryOptions};
+    ///
+    /// let gpu = Gpu::new()?;
+    /// let config = MultiHeadAttentionConfig::new(64, 4).num_kv_heads(2).bias(false);
+    /// let rotary = Rotary::new(&gpu, RotaryOptions::new(config.head_dim()).base(500_000.0), 1024)?;
+    /// let layer = MultiHeadAttention::seeded(&gpu, config, 1)?.with_rotary(rotary)?;
+    /// let y = layer.forward_host(&[0.5; 10 * 64], &[10, 64])?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Shape`] if it rotates more than a head has, or has tables for each sequence; [`Error::WrongDevice`];
+    /// [`Error::Option`] for a layer with a `query_offset`.
+    pub fn with_rotary(mut self, rotary: Rotary) -> Result<Self> {
+        rotary.check_positions(&self.gpu, self.config.head_dim())?;
+        if self.config.attention.query_offset != 0 {
+            return Err(Error::Option(format!(
+                "rotary embedding with query_offset = {}: queries and keys of a layer stand at the same positions, leave the \
+                 offset out",
+                self.config.attention.query_offset
+            )));
+        }
+        self.rotary = Some(rotary);
+        Ok(self)
+    }
+
+    /// What turns its queries and keys.
+    pub fn rotary(&self) -> Option<&Rotary> {
+        self.rotary.as_ref()
     }
 
     /// The operator of the layer's attention, in the configuration's causal order.
@@ -200,7 +255,8 @@ impl MultiHeadAttention {
         &self.gpu
     }
 
-    /// Builds the pipelines for activations of this type ahead of the first call.
+    /// Builds the pipelines for activations of this type ahead of the first call; for steps,
+    /// [`KvCache::warm_up`](crate::KvCache::warm_up) of F32 builds those of the cache.
     ///
     /// # Errors
     ///
@@ -223,6 +279,9 @@ impl MultiHeadAttention {
         }
         if self.zero.is_some() {
             gpu.kernel(&copy::variant(Storage::F32, Storage::F32))?;
+        }
+        if let Some(rotary) = &self.rotary {
+            rotary.warm_up(DType::F32)?;
         }
         self.attention()
             .warm_up(DType::F32, config.head_dim(), config.head_dim())
@@ -381,42 +440,14 @@ impl MultiHeadAttention {
             )?;
         }
 
-        let [query, key, value] = self.projection.project(gpu, batch, config, inputs, sizes)?;
-        let behind = |tensor: &Tensor, row: usize| tensor.slice(2, row..row + 1);
-        let mut row = sizes.keys;
-        if let Some(bias_kv) = &self.bias_kv {
-            for (source, target) in bias_kv.iter().zip([&key, &value]) {
-                let target = behind(target, row)?;
-                copy::push(
-                    batch,
-                    "bias_k or bias_v",
-                    &source.broadcast_to(target.shape())?,
-                    &target,
-                )?;
+        let [query, key, value] = match inputs.cross_cache {
+            None => self.project(batch, inputs, sizes)?,
+            Some(cache) => {
+                let query = self.project_queries(batch, inputs, cache, sizes)?;
+                [query, cache.keys().clone(), cache.values().clone()]
             }
-            row += 1;
-        }
-        if let Some(zero) = &self.zero {
-            for target in [&key, &value] {
-                let target = behind(target, row)?;
-                copy::push(
-                    batch,
-                    "the key of zeros",
-                    &zero.broadcast_to(target.shape())?,
-                    &target,
-                )?;
-            }
-        }
-
-        let merged = [sizes.batch, sizes.queries, config.q_size()];
-        let bytes = product(&merged).saturating_mul(4);
-        let context = Tensor::of_scratch(
-            gpu,
-            batch.scratch(Scratch::Context, bytes)?,
-            0,
-            DType::F32,
-            &merged,
-        )?;
+        };
+        let context = self.context(batch, sizes)?;
         let key_padding_mask = inputs.padding(sizes)?;
         let with_batch = |tensor: &Tensor| {
             if sizes.batched {
@@ -437,11 +468,119 @@ impl MultiHeadAttention {
         let causal = inputs.causal.unwrap_or(config.attention.causal);
         self.attention[causal as usize].prepare(batch, &attention_inputs, &attention_outputs)?;
 
-        let context = if sizes.batched {
-            context
-        } else {
-            context.reshape(&merged[1..])?
-        };
-        self.output.prepare(batch, &context, outputs.output)
+        self.project_output(batch, &context, sizes, outputs.output)
     }
+
+    /// Projects queries, keys and values into scratch, turns queries and keys if the layer does, and puts the keys that
+    /// follow the sequence behind it.
+    fn project(&self, batch: &mut Batch, inputs: &MultiHeadInputs, sizes: Sizes) -> Result<[Tensor; 3]> {
+        let [mut query, mut key, value] = self.project_rows(batch, inputs, sizes)?;
+        if let Some(rotary) = &self.rotary {
+            self.check_rotary(inputs)?;
+            let start = RotaryPositions::Start(0);
+            [query, key] = rotate(batch, rotary, [&query, &key], sizes.queries, start)?;
+        }
+        self.push_extra_keys(batch, [&key, &value], sizes.keys)?;
+        Ok([query, key, value])
+    }
+
+    /// Projects queries, keys and values into scratch, `[B, H, L, D]`, with room for the keys that follow.
+    fn project_rows(&self, batch: &mut Batch, inputs: &MultiHeadInputs, sizes: Sizes) -> Result<[Tensor; 3]> {
+        let rows = [sizes.queries, sizes.all_keys];
+        let targets = Targets::scratch(batch, &self.config, sizes.batch, rows)?;
+        let sources = [inputs.query, inputs.key(), inputs.value()];
+        self.projection.project(batch, 0..3, sources, &targets)?;
+        Ok(targets.tensors)
+    }
+
+    /// Whether every row of a call stands at its own index.
+    fn check_rotary(&self, inputs: &MultiHeadInputs) -> Result<()> {
+        if inputs.key() != inputs.query {
+            return Err(Error::Option(
+                "a key of its own in a layer with rotary embedding: it attends to its own rows, whose positions it knows; \
+                 use Attention and Rotary for others"
+                    .to_owned(),
+            ));
+        }
+        let bottom_right = inputs.causal.unwrap_or(self.config.attention.causal) == Causal::BottomRight
+            || self.config.attention.align == Align::BottomRight;
+        if bottom_right && inputs.kv_lengths.is_some() {
+            return Err(Error::Option(
+                "key lengths and an alignment to the bottom right in a layer with rotary embedding: queries would stand \
+                 elsewhere than their keys, use Causal::TopLeft"
+                    .to_owned(),
+            ));
+        }
+        Ok(())
+    }
+
+    /// Adds `bias_k`, `bias_v` and the key of zeros from row `row` of keys and values on.
+    fn push_extra_keys(
+        &self,
+        batch: &mut Batch,
+        keys_and_values: [&Tensor; 2],
+        mut row: usize,
+    ) -> Result<()> {
+        let behind = |tensor: &Tensor, row: usize| tensor.slice(2, row..row + 1);
+        if let Some(bias_kv) = &self.bias_kv {
+            for (source, target) in bias_kv.iter().zip(keys_and_values) {
+                let target = behind(target, row)?;
+                let source = source.broadcast_to(target.shape())?;
+                copy::push(batch, "bias_k or bias_v", &source, &target)?;
+            }
+            row += 1;
+        }
+        if let Some(zero) = &self.zero {
+            for target in keys_and_values {
+                let target = behind(target, row)?;
+                let source = zero.broadcast_to(target.shape())?;
+                copy::push(batch, "the key of zeros", &source, &target)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Where attention writes, `[B, Lq, H D]` in scratch.
+    fn context(&self, batch: &mut Batch, sizes: Sizes) -> Result<Tensor> {
+        let merged = [sizes.batch, sizes.queries, self.config.q_size()];
+        let bytes = product(&merged).saturating_mul(4);
+        let buffer = batch.scratch(Scratch::Context, bytes)?;
+        Tensor::of_scratch(&self.gpu, buffer, 0, DType::F32, &merged)
+    }
+
+    fn project_output(
+        &self,
+        batch: &mut Batch,
+        context: &Tensor,
+        sizes: Sizes,
+        output: &Tensor,
+    ) -> Result<()> {
+        if sizes.batched {
+            return self.output.prepare(batch, context, output);
+        }
+        let rows = context.reshape(&context.shape()[1..])?;
+        self.output.prepare(batch, &rows, output)
+    }
+}
+
+/// Turns the first `rows` rows of tensors `[B, H, L, D]` into scratch, where the rows behind them are left to be written.
+fn rotate<const N: usize>(
+    batch: &mut Batch,
+    rotary: &Rotary,
+    tensors: [&Tensor; N],
+    rows: usize,
+    positions: RotaryPositions<'_>,
+) -> Result<[Tensor; N]> {
+    let bytes = tensors.map(|tensor| product(tensor.shape()).saturating_mul(4));
+    let all = bytes.iter().fold(0u64, |sum, &bytes| sum.saturating_add(bytes));
+    let buffer = batch.scratch(Scratch::Rotated, all)?;
+    let mut rotated = tensors.map(Tensor::clone);
+    let mut start = 0;
+    for (target, bytes) in rotated.iter_mut().zip(bytes) {
+        let source = target.slice(2, 0..rows)?;
+        *target = Tensor::of_scratch(batch.gpu(), buffer.clone(), start, DType::F32, target.shape())?;
+        rotary.prepare(batch, &source, positions, &target.slice(2, 0..rows)?)?;
+        start += bytes;
+    }
+    Ok(rotated)
 }

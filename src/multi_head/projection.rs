@@ -2,7 +2,6 @@
 
 use std::ops::Range;
 
-use super::inputs::{MultiHeadInputs, Sizes};
 use crate::{
     DType, Error, Gpu, MultiHeadAttentionConfig, Parameters, Result, Tensor,
     gpu::Scratch,
@@ -75,24 +74,23 @@ impl Projection {
         Ok((weight.slice(0, range)?, bias))
     }
 
-    /// Projects queries, keys and values into scratch, f32, with room for the keys that follow, and gives them as
-    /// `[B, H, L, D]`. What comes from one tensor through one weight is one dispatch, unless that would be too long or
-    /// the device cannot bind so much.
+    /// Projects some of queries, keys and values (`parts` of 0, 1, 2) from their `sources` into `targets`. What comes from
+    /// one tensor through one weight is one dispatch, unless that would be too long or the device cannot bind so much.
     pub(super) fn project(
         &self,
-        gpu: &Gpu,
         batch: &mut Batch,
-        config: &MultiHeadAttentionConfig,
-        inputs: &MultiHeadInputs,
-        sizes: Sizes,
-    ) -> Result<[Tensor; 3]> {
-        let (tensors, together) = Self::targets(gpu, batch, config, sizes)?;
-        let sources = [inputs.query, inputs.key(), inputs.value()];
+        parts: Range<usize>,
+        sources: [&Tensor; 3],
+        targets: &Targets,
+    ) -> Result<()> {
+        let gpu = batch.gpu();
+        let Targets { tensors, together } = targets;
         let packed = self.is_packed() && together.is_some();
-        let mut first = 0;
-        while first < 3 {
+        let mut first = parts.start;
+        while first < parts.end {
             let same = |next: &usize| packed && sources[*next] == sources[first];
-            let count = 1 + (first + 1..3).take_while(same).count();
+            let count = 1 + (first + 1..parts.end).take_while(same).count();
+            let sizes = &self.sizes[first..first + count];
             let (weight, bias) = self.get(first, count)?;
             let x = sources[first];
             let Some((x_sizes, x_strides)) = rows(x) else {
@@ -103,7 +101,7 @@ impl Projection {
                 .as_ref()
                 .map(|bias| bind(gpu, "projection bias", bias))
                 .transpose()?;
-            let work = x_sizes[2] * self.sizes[first..first + count].iter().sum::<usize>();
+            let work = x_sizes[2] * sizes.iter().sum::<usize>();
             let target = |index: usize, [batches, rows]: &[Range<usize>; 2]| {
                 tensors[index].slice(0, batches.clone())?.slice(2, rows.clone())
             };
@@ -113,13 +111,13 @@ impl Projection {
                 fits(gpu, x, piece) && (together.is_some() || of_target())
             };
             for piece in pieces(gpu, [x_sizes[0], x_sizes[1]], work, all_fit) {
-                let mut parts = Vec::with_capacity(count);
+                let mut pushed = Vec::with_capacity(count);
                 let mut output = together.clone();
-                for index in first..first + count {
+                for (index, &size) in (first..).zip(sizes) {
                     let tensor = target(index, &piece)?;
                     let (_, [batch, head, row, _]) = tensor.four_axes();
                     let start = if together.is_some() {
-                        (tensor.offset() / 4) as u32
+                        (tensor.offset() / tensor.dtype().size() as u64) as u32
                     } else {
                         let (binding, start) = Binding::output(gpu, "projected q, k or v", &tensor)?;
                         output = Some(binding);
@@ -131,7 +129,7 @@ impl Projection {
                         head,
                         row,
                     };
-                    parts.push((self.sizes[index], part));
+                    pushed.push((size, part));
                 }
                 let Some(output) = output else { continue };
                 linear::Linear {
@@ -142,50 +140,108 @@ impl Projection {
                     inputs: x_sizes[2],
                     weight: weight.clone(),
                     bias: bias.clone(),
-                    parts: &parts,
-                    head_dim: config.head_dim(),
+                    parts: &pushed,
+                    head_dim: tensors[first].shape()[3],
                     output_dim: 1,
-                    output: (output, Storage::F32),
+                    output: (output, Storage::of(gpu, tensors[first].dtype())?),
                 }
                 .push(batch)?;
             }
             first += count;
         }
-        Ok(tensors)
+        Ok(())
     }
+}
 
-    /// Where queries, keys and values go: `[B, H, L, D]` one behind the other in one buffer, which is given too, or, if
-    /// no binding holds them all, head-merged in buffers of their own, whose rows can be cut.
-    fn targets(
-        gpu: &Gpu,
+/// Where queries, keys and values go, `[B, H, L, D]`: one behind the other in one buffer, or, if no binding holds them all,
+/// head-merged in buffers of their own, whose rows can be cut. Those that are not projected have no rows.
+pub(super) struct Targets {
+    pub(super) tensors: [Tensor; 3],
+    /// All of them.
+    together: Option<Binding>,
+}
+
+impl Targets {
+    /// In scratch memory, f32.
+    pub(super) fn scratch(
         batch: &mut Batch,
         config: &MultiHeadAttentionConfig,
-        sizes: Sizes,
-    ) -> Result<([Tensor; 3], Option<Binding>)> {
-        let head_dim = config.head_dim();
-        let of_keys = [config.num_kv_heads, sizes.all_keys];
-        let shapes = [[config.num_heads, sizes.queries], of_keys, of_keys];
-        let bytes =
-            shapes.map(|[heads, rows]| product(&[sizes.batch, heads, rows, head_dim]).saturating_mul(4));
-        let together = bytes.iter().fold(0u64, |sum, &bytes| sum.saturating_add(bytes));
-        if together <= most_bytes(gpu).min(gpu.limits().max_buffer_size) {
+        sequences: usize,
+        [queries, keys]: [usize; 2],
+    ) -> Result<Self> {
+        let gpu = batch.gpu();
+        let shapes = Self::shapes(config, sequences, [queries, keys]);
+        let bytes = shapes.map(|shape| product(&shape).saturating_mul(4));
+        let together = sum(bytes);
+        if fits_one(gpu, together) {
             let buffer = batch.scratch(Scratch::Projected, together)?;
             let starts = [0, bytes[0], bytes[0] + bytes[1]];
-            let part = |i: usize| {
-                let [heads, rows] = shapes[i];
-                let shape = [sizes.batch, heads, rows, head_dim];
-                Tensor::of_scratch(gpu, buffer.clone(), starts[i], DType::F32, &shape)
-            };
-            let whole = Binding::prefix(gpu, "projected q, k, v", &buffer, together)?;
-            return Ok(([part(0)?, part(1)?, part(2)?], Some(whole)));
+            let part = |i: usize| Tensor::of_scratch(gpu, buffer.clone(), starts[i], DType::F32, &shapes[i]);
+            return Ok(Self {
+                tensors: [part(0)?, part(1)?, part(2)?],
+                together: Some(Binding::prefix(gpu, "projected q, k, v", &buffer, together)?),
+            });
         }
         let slots = [Scratch::Projected, Scratch::Keys, Scratch::Values];
         let mut part = |i: usize| {
-            let [heads, rows] = shapes[i];
             let buffer = batch.scratch(slots[i], bytes[i])?;
-            let merged = [sizes.batch, rows, heads, head_dim];
+            let [sequences, heads, rows, head_dim] = shapes[i];
+            let merged = [sequences, rows, heads, head_dim];
             Tensor::of_scratch(gpu, buffer, 0, DType::F32, &merged)?.permute(&[0, 2, 1, 3])
         };
-        Ok(([part(0)?, part(1)?, part(2)?], None))
+        Ok(Self {
+            tensors: [part(0)?, part(1)?, part(2)?],
+            together: None,
+        })
     }
+
+    /// Keys and values in memory of their own.
+    pub(super) fn keys_and_values(
+        gpu: &Gpu,
+        config: &MultiHeadAttentionConfig,
+        dtype: DType,
+        sequences: usize,
+        keys: usize,
+    ) -> Result<Self> {
+        let [none, shape, _] = Self::shapes(config, sequences, [0, keys]);
+        let bytes = product(&shape).saturating_mul(dtype.size() as u64);
+        let together = sum([bytes, bytes]);
+        if fits_one(gpu, together) {
+            let both = Tensor::zeros(gpu, dtype, &[2, product(&shape) as usize])?;
+            let part = |index: usize| both.slice(0, index..index + 1)?.reshape(&shape);
+            return Ok(Self {
+                tensors: [both.slice(1, 0..0)?.reshape(&none)?, part(0)?, part(1)?],
+                together: Some(Binding::prefix(gpu, "projected k, v", both.buffer(), together)?),
+            });
+        }
+        let [sequences, heads, rows, head_dim] = shape;
+        let part = || Tensor::zeros(gpu, dtype, &[sequences, rows, heads, head_dim])?.permute(&[0, 2, 1, 3]);
+        let (key, value) = (part()?, part()?);
+        Ok(Self {
+            tensors: [key.slice(2, 0..0)?, key, value],
+            together: None,
+        })
+    }
+
+    fn shapes(
+        config: &MultiHeadAttentionConfig,
+        sequences: usize,
+        [queries, keys]: [usize; 2],
+    ) -> [[usize; 4]; 3] {
+        let of_keys = [sequences, config.num_kv_heads, keys, config.head_dim()];
+        [
+            [sequences, config.num_heads, queries, config.head_dim()],
+            of_keys,
+            of_keys,
+        ]
+    }
+}
+
+fn sum<const N: usize>(bytes: [u64; N]) -> u64 {
+    bytes.into_iter().fold(0, u64::saturating_add)
+}
+
+/// Whether one buffer and one binding may have so many bytes.
+fn fits_one(gpu: &Gpu, bytes: u64) -> bool {
+    bytes <= most_bytes(gpu).min(gpu.limits().max_buffer_size)
 }

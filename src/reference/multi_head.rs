@@ -1,7 +1,9 @@
 //! The whole layer.
 
-use super::{Attention, Mask, Real, check_len, join_keys, linear, merge_heads, split_heads};
-use crate::{AttentionShape, Causal, Error, MultiHeadAttentionConfig, Result};
+use super::{
+    Attention, Mask, Real, check_len, join_keys, linear, merge_heads, rotary, rotary_tables, split_heads,
+};
+use crate::{AttentionShape, Causal, Error, MultiHeadAttentionConfig, Result, RotaryOptions};
 
 /// Parameters of a layer, in PyTorch's layout: `y = x W^T + b`. `H = num_heads`, `Hkv = num_kv_heads`, heads of
 /// size `D = head_dim`; unless the configuration says otherwise, `H * D = Hkv * D = E`.
@@ -77,6 +79,8 @@ pub struct MultiHead<'a, T> {
     pub kv_lengths: Option<&'a [usize]>,
     /// Replaces the configuration's causal order.
     pub causal: Option<Causal>,
+    /// Turns row `l` of the projected queries, and of the projected keys, by position `l`; the extra keys are not turned.
+    pub rotary: Option<RotaryOptions>,
 }
 
 /// Answers of [`MultiHead::run`].
@@ -136,6 +140,7 @@ impl<'a, T: Real> MultiHead<'a, T> {
             key_mask: None,
             kv_lengths: None,
             causal: None,
+            rotary: None,
         }
     }
 
@@ -213,11 +218,20 @@ impl<'a, T: Real> MultiHead<'a, T> {
             [kv_size, config.vdim],
         )?;
 
-        let extra = config.extra_keys();
         let q = split_heads(&q, batch, queries, heads, size)?;
+        let k = split_heads(&k, batch, keys, kv_heads, size)?;
+        let v = split_heads(&v, batch, keys, kv_heads, size)?;
+        let [q, k] = match &self.rotary {
+            None => [q, k],
+            Some(options) => [
+                turned(&q, [batch, heads, queries, size], options)?,
+                turned(&k, [batch, kv_heads, keys, size], options)?,
+            ],
+        };
+
+        let extra = config.extra_keys();
         // A row of [B, Hkv] is followed by its head's part of the extra keys.
         let append = |x: Vec<T>, learned: Option<&[f32]>| {
-            let x = split_heads(&x, batch, keys, kv_heads, size)?;
             let mut tail = Vec::with_capacity(batch * kv_heads * extra * size);
             for head in (0..batch).flat_map(|_| 0..kv_heads) {
                 if let Some(learned) = learned {
@@ -302,6 +316,22 @@ impl<'a, T: Real> MultiHead<'a, T> {
         }
         Ok(())
     }
+}
+
+/// Rows `[B, H, L, D]` turned by their positions.
+fn turned<T: Real>(x: &[T], shape: [usize; 4], options: &RotaryOptions) -> Result<Vec<T>> {
+    let [batch, _, rows, _] = shape;
+    let (cos, sin) = rotary_tables(options, rows)?;
+    let positions: Vec<usize> = (0..batch).flat_map(|_| 0..rows).collect();
+    rotary(
+        x,
+        shape,
+        &cos,
+        &sin,
+        &positions,
+        options.rotary_dim,
+        options.pairing,
+    )
 }
 
 /// The parameters in `T`.
@@ -400,6 +430,42 @@ mod tests {
             .unwrap_err()
             .to_string();
         assert!(text.contains("out_weight") && text.contains("[2, 4]"), "{text}");
+    }
+
+    #[test]
+    fn rotary_scores_depend_on_distances_alone() {
+        // One pair a head; a query and a key of equal direction score cos(distance).
+        let config = MultiHeadAttentionConfig::new(2, 1)
+            .bias(false)
+            .attention(crate::AttentionOptions::new().scale(1.0));
+        let i = identity(2);
+        let parameters = LayerParameters::new(&i, &i, &i, &i);
+        let x = [1.0f64, 0.0].repeat(4);
+        let layer = MultiHead {
+            rotary: Some(RotaryOptions::new(2)),
+            ..MultiHead::self_attention(&config, parameters, 1, 4, &x)
+        };
+        let answer = layer.run().unwrap();
+        // Values are not turned.
+        assert!(
+            answer
+                .output
+                .iter()
+                .zip(&x)
+                .all(|(got, x)| (got - x).abs() < 1e-12)
+        );
+        let row = |p: usize| (0..4).map(move |j| (p as f64 - j as f64).cos().exp());
+        for p in 0..4 {
+            let sum: f64 = row(p).sum();
+            for (got, expected) in answer.weights[4 * p..].iter().zip(row(p)) {
+                assert!((got - expected / sum).abs() < 1e-12);
+            }
+        }
+        let wide = MultiHead {
+            rotary: Some(RotaryOptions::new(4)),
+            ..layer
+        };
+        assert!(wide.run().is_err());
     }
 
     #[test]

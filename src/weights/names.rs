@@ -43,7 +43,8 @@ pub enum CheckpointNames {
     /// in `self_attn` (`model.layers.0.self_attn`). Keys and values may have fewer heads than queries, heads a
     /// size of their own; biases of the output go apart from those of q, k and v (Qwen2 has the latter alone).
     /// `rotary_emb.inv_freq`, which old files hold, is skipped. These models attend in causal order and turn
-    /// queries and keys by their positions (rotary embedding), which no tensor tells.
+    /// queries and keys by their positions ([`MultiHeadAttention::with_rotary`](crate::MultiHeadAttention::with_rotary)),
+    /// which no tensor tells.
     Llama,
 }
 

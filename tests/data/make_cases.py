@@ -20,7 +20,7 @@ from safetensors.numpy import save_file
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import GPT2Config, LlamaConfig, Qwen2Config
 from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
-from transformers.models.llama.modeling_llama import LlamaAttention
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding, apply_rotary_pos_emb
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
 
 HERE = Path(__file__).resolve().parent
@@ -206,9 +206,11 @@ def mha_cases():
 # ---------------------------------------------------------------- layers of the transformers library
 
 
-def checkpoint(name, layer, prefix, *, heads, batch=2, queries=7, key_mask=None, causal=True, leftovers=None):
+def checkpoint(
+    name, layer, prefix, *, heads, batch=2, queries=7, key_mask=None, causal=True, leftovers=None, rope=False
+):  # fmt: skip
     """The tensors keep the names that they have in a model's checkpoint. `leftovers` are those that old
-    checkpoints hold beside the parameters."""
+    checkpoints hold beside the parameters. `rope` turns queries and keys as the layer's configuration says."""
     rng = rng_of(name)
     layer = layer.double().eval()
     inputs = {}
@@ -228,23 +230,50 @@ def checkpoint(name, layer, prefix, *, heads, batch=2, queries=7, key_mask=None,
     if key_mask is not None:
         inputs["key_mask"] = np.asarray(key_mask)
         mask = mask & torch.from_numpy(inputs["key_mask"])[:, None, None, :]
+    options = {"num_heads": heads, "causal": "top_left" if causal else "none", "checkpoint": prefix}
     # Cosine 1 and sine 0: queries and keys stay as they are, for no position turns them.
-    turn = {"position_embeddings": (torch.ones(1, 1, 1).double(), torch.zeros(1, 1, 1).double())}
+    turn = torch.ones(1, 1, 1).double(), torch.zeros(1, 1, 1).double()
+    if rope:
+        options |= rope_options(layer.config)
+        angles = np.arange(queries)[:, None] * np.tile(rope_frequencies(options, layer.head_dim), 2)
+        turn = torch.from_numpy(np.cos(angles))[None], torch.from_numpy(np.sin(angles))[None]
+        for own, given in zip(LlamaRotaryEmbedding(layer.config)(query, torch.arange(queries)[None]), turn):
+            assert distance(own.numpy(), given.numpy()) < 1e-5, f"{name}: the angles are not the library's"
     with torch.no_grad():
-        output, _ = layer(query, attention_mask=mask, **(turn if rotary else {}))
+        output, _ = layer(query, attention_mask=mask, **({"position_embeddings": turn} if rotary else {}))
         if rotary:
             q, k = layer.q_proj(query), layer.k_proj(query)
         else:
             q, k, _ = layer.c_attn(query).split(embed, dim=2)
         q, k = (x.unflatten(2, (-1, layer.head_dim)).transpose(1, 2) for x in (q, k))
+        if rotary:
+            q, k = apply_rotary_pos_emb(q, k, *turn)
         unit = torch.eye(queries).double().expand(*k.shape[:2], -1, -1)
         weights = scaled_dot_product_attention(q, k, unit, attn_mask=mask, enable_gqa=True)
-    options = {
-        "num_heads": heads, "kv_num_heads": k.shape[1], "causal": "top_left" if causal else "none",
-        "checkpoint": prefix,
-    }  # fmt: skip
+    options["kv_num_heads"] = k.shape[1]
     source = f"{TRANSFORMERS} {type(layer).__name__}, float64"
     add(name, "mha", source, options, inputs, {"output": output, "weights": weights})
+
+
+def rope_options(config):
+    rope = config.rope_parameters
+    options = {"rope_theta": rope["rope_theta"]}
+    if rope["rope_type"] == "llama3":
+        parts = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+        options["rope_scaling"] = {part: rope[part] for part in parts}
+    return options
+
+
+def rope_frequencies(options, dim):
+    """README.md's radians per position of each pair, in float64: the library's own are float32."""
+    plain = options["rope_theta"] ** (-np.arange(0, dim, 2) / dim)
+    if "rope_scaling" not in options:
+        return plain
+    scaling = options["rope_scaling"]
+    turns = scaling["original_max_position_embeddings"] * plain / (2 * np.pi)
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    kept = np.clip((turns - low) / (high - low), 0, 1)
+    return kept * plain + (1 - kept) * plain / scaling["factor"]
 
 
 def checkpoint_cases():
@@ -278,6 +307,17 @@ def checkpoint_cases():
     checkpoint(
         "mha_qwen2_padding", llama(24, 6, 3, Qwen2Config, Qwen2Attention), "model.layers.3.self_attn", heads=6,
         batch=3, queries=8, key_mask=lengths_mask([8, 5, 2], 8),
+    )  # fmt: skip
+    checkpoint(
+        "mha_llama_rotary", llama(16, 4, 2, head_dim=8), "model.layers.0.self_attn", heads=4, queries=9, rope=True
+    )
+    llama_3 = {
+        "rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0, "original_max_position_embeddings": 16,
+    }  # fmt: skip
+    checkpoint(
+        "mha_llama_3_rotary_padding", llama(16, 2, 1, head_dim=12, rope_parameters=llama_3),
+        "model.layers.5.self_attn", heads=2, queries=9, key_mask=lengths_mask([9, 4], 9), rope=True,
     )  # fmt: skip
 
 
@@ -546,6 +586,12 @@ def rotated(inputs, options, dtype):
     return {"output": answer.reshape(x.shape) if flat else answer.swapaxes(1, 2)}
 
 
+def turned(x, cos, sin):
+    """[B, H, L, D] by angles [L, D / 2]."""
+    a, b = np.split(x, 2, axis=-1)
+    return np.concatenate([cos * a - sin * b, sin * a + cos * b], axis=-1)
+
+
 # ---------------------------------------------------------------- the rule of README.md
 
 
@@ -593,6 +639,9 @@ def by_the_rule(case, inputs, dtype):
         )
     if flat:
         query, key, value = split(query, heads), split(key, kv_heads), split(value, kv_heads)
+    if "rope_theta" in options:
+        angles = np.arange(query.shape[2])[:, None] * rope_frequencies(options, query.shape[3])
+        query, key = (turned(x, np.cos(angles).astype(dtype), np.sin(angles).astype(dtype)) for x in (query, key))
     answer = {}
     if "past_key" in real:
         key = answer["present_key"] = np.concatenate([real["past_key"], key], axis=2)

@@ -13,7 +13,7 @@ use crate::{
     support::{self, Numbers, check_bound, download, gpu, halves, through_f16, wide},
 };
 
-fn upload(gpu: &Gpu, values: &[f32], shape: &[usize], dtype: DType) -> Tensor {
+pub(crate) fn upload(gpu: &Gpu, values: &[f32], shape: &[usize], dtype: DType) -> Tensor {
     match dtype {
         DType::F16 => Tensor::upload(gpu, &halves(values), shape),
         _ => Tensor::upload(gpu, values, shape),
@@ -22,7 +22,7 @@ fn upload(gpu: &Gpu, values: &[f32], shape: &[usize], dtype: DType) -> Tensor {
 }
 
 /// Fills all memory of an empty cache with NaN: what is not appended must never count.
-fn poison(cache: &KvCache) {
+pub(crate) fn poison(cache: &KvCache) {
     for tensor in [cache.keys(), cache.values()] {
         let bytes = vec![0xff; tensor.buffer().size() as usize];
         cache.gpu().queue().write_buffer(tensor.buffer(), 0, &bytes);

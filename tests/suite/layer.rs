@@ -60,7 +60,7 @@ fn upload(gpu: &Gpu, values: &[f32], shape: &[usize], dtype: DType) -> Tensor {
 }
 
 /// Parameters with numbers everywhere: a fresh layer's biases are zeros.
-fn parameters(config: &MultiHeadAttentionConfig, seed: u64) -> Parameters {
+pub(crate) fn parameters(config: &MultiHeadAttentionConfig, seed: u64) -> Parameters {
     let mut parameters = Parameters::init(config, seed).unwrap();
     let mut numbers = Numbers::new(seed);
     let p = &mut parameters;
@@ -79,7 +79,7 @@ fn parameters(config: &MultiHeadAttentionConfig, seed: u64) -> Parameters {
 }
 
 /// As a layer with parameters of this type holds them.
-fn stored(parameters: &Parameters, dtype: DType) -> Parameters {
+pub(crate) fn stored(parameters: &Parameters, dtype: DType) -> Parameters {
     let mut stored = parameters.clone();
     if dtype == DType::F16 {
         let p = &mut stored;
@@ -108,7 +108,7 @@ fn stored(parameters: &Parameters, dtype: DType) -> Parameters {
     stored
 }
 
-fn layer_parameters(p: &Parameters) -> reference::LayerParameters<'_> {
+pub(crate) fn layer_parameters(p: &Parameters) -> reference::LayerParameters<'_> {
     let mut view = reference::LayerParameters::new(
         &p.q_proj_weight,
         &p.k_proj_weight,
@@ -251,6 +251,7 @@ impl Case {
             key_mask: (self.padding != MaskKind::None).then_some(&of.padding[..]),
             kv_lengths: self.lengths.then_some(&of.lengths[..]),
             causal: self.causal,
+            rotary: None,
         }
         .run()
         .unwrap()

@@ -5,10 +5,12 @@
 mod attention;
 mod cache;
 mod cases;
+mod decode;
 mod device;
 mod errors;
 mod field;
 mod fused;
+mod generate;
 mod layer;
 mod linear;
 mod packed;

@@ -2,7 +2,8 @@
 
 use multihead::{
     Attention, AttentionInputs, AttentionOptions, AttentionPath, AttentionShape, Causal, DType, Gpu,
-    MultiHeadAttention, MultiHeadAttentionConfig, MultiHeadInputs, NeedWeights, Plan, Tensor, Wanted,
+    MultiHeadAttention, MultiHeadAttentionConfig, MultiHeadInputs, NeedWeights, Plan, Rotary, RotaryOptions,
+    Tensor, Wanted,
 };
 
 use crate::{
@@ -199,6 +200,12 @@ fn no_buffer_of_a_layer_holds_all_scores() {
 /// are the same.
 #[test]
 fn a_layers_plan_is_what_it_takes() {
+    for rotary in [None, Some(RotaryOptions::new(6))] {
+        check_layer_plan(rotary);
+    }
+}
+
+fn check_layer_plan(rotary: Option<RotaryOptions>) {
     let (length, embed, heads) = (200, 32, 4);
     let mut outputs = Vec::new();
     let mut limits = gpu().limits().clone();
@@ -208,6 +215,12 @@ fn a_layers_plan_is_what_it_takes() {
         let layer = MultiHeadAttention::seeded(&gpu, config, 1)
             .unwrap()
             .with_path(AttentionPath::Fused);
+        let layer = match rotary {
+            Some(options) => layer
+                .with_rotary(Rotary::new(&gpu, options, length).unwrap())
+                .unwrap(),
+            None => layer,
+        };
         layer.warm_up(DType::F32).unwrap();
         let values: Vec<f32> = (0..2 * length * embed)
             .map(|i| ((i * 7919) % 2003) as f32 / 1001.5 - 1.0)
@@ -225,7 +238,7 @@ fn a_layers_plan_is_what_it_takes() {
         assert_eq!((plan.peak() - plan.inputs, plan.dispatches), taken, "{plan}");
         outputs.push((plan.dispatches, download(&output)));
     }
-    assert_eq!(outputs[0].0, 3);
+    assert_eq!(outputs[0].0, if rotary.is_some() { 5 } else { 3 });
     assert!(outputs[1].0 > 10, "{}", outputs[1].0);
     let largest = outputs[0]
         .1

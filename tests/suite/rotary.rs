@@ -8,7 +8,7 @@ use multihead::{
 use proptest::prelude::*;
 
 use crate::{
-    field::{all_rows, plain},
+    field::{all_rows, plain, same_bits},
     support::{self, Numbers, check_bound, download, gpu, halves, through_f16, wide},
 };
 
@@ -427,4 +427,44 @@ fn what_does_not_fit_is_refused() {
         .record(&mut encoder, &empty, start(0), &zeros(&[0, 3, 4, 6]))
         .unwrap();
     gpu.submit(encoder).unwrap();
+}
+
+/// Where one binding does not hold a tensor, the call is cut; the bits are the same.
+#[test]
+fn small_bindings_cut_the_call_and_change_no_bit() {
+    let mut limits = gpu().limits().clone();
+    limits.max_storage_buffer_binding_size = 4 << 10;
+    let small = crate::device::open(gpu().features(), limits);
+    let sizes = [3, 2, 90, 16];
+    let values = Numbers::new(5).normals(sizes.iter().product());
+    let words: Vec<u32> = (0..3 * 90).map(|i| i * 7 % 100).collect();
+    for kind in ["start", "starts", "ends", "each", "tables of each"] {
+        let results = [gpu(), &small].map(|gpu| {
+            let mut rotary = Rotary::new(gpu, RotaryOptions::new(6).base(50.0), 200).unwrap();
+            if kind == "tables of each" {
+                let tables = [11, 12].map(|seed| {
+                    let table = Numbers::new(seed).normals(3 * 90 * 3);
+                    Tensor::upload(gpu, &table, &[3, 90, 3]).unwrap()
+                });
+                let [cos, sin] = tables;
+                rotary = Rotary::from_tables(RotaryPairing::HalfSplit, cos, sin).unwrap();
+            }
+            let merged = Tensor::upload(gpu, &values, &[3, 90, 32]).unwrap();
+            let input = merged.split_heads(2).unwrap();
+            let each = Tensor::upload(gpu, &words, &[3, 90]).unwrap();
+            let of_sequences = Tensor::upload(gpu, &[100u32, 90, 95], &[3]).unwrap();
+            let positions = match kind {
+                "start" => RotaryPositions::Start(9),
+                "starts" => RotaryPositions::Starts(&of_sequences),
+                "ends" => RotaryPositions::Ends(&of_sequences),
+                "each" => RotaryPositions::Each(&each),
+                _ => RotaryPositions::Start(0),
+            };
+            let before = gpu.dispatches();
+            let output = rotary.run(&input, positions).unwrap();
+            assert!(gpu.dispatches() - before >= 1);
+            download(&output)
+        });
+        assert!(same_bits(&results[0], &results[1]), "{kind}");
+    }
 }
