@@ -105,10 +105,19 @@ impl MultiHeadAttention {
     /// [`Error::Option`] for a layer with `bias_k`, a key of zeros or a `query_offset`, and for a cache whose rotary
     /// embedding or window is not the layer's; sizes, types, devices and overlaps that do not fit, or more than the device
     /// allows. Then the cache is as it was.
-    #[doc(alias = "prefill")]
     #[doc(alias = "decode")]
     pub fn step(&self, x: &Tensor, cache: &mut KvCache) -> Result<Tensor> {
         self.run_step(x, None, cache)
+    }
+
+    /// Computes a prompt `[B, L, E]`, the first chunk of a sequence: [`step`](MultiHeadAttention::step) under the name that
+    /// decoders have for it. All positions come out; what is said next follows from the last.
+    ///
+    /// # Errors
+    ///
+    /// As [`MultiHeadAttention::step`].
+    pub fn prefill(&self, x: &Tensor, cache: &mut KvCache) -> Result<Tensor> {
+        self.step(x, cache)
     }
 
     /// [`MultiHeadAttention::step`] where sequence `b` has `counts[b]` new tokens, in the last rows of `x`; the rows before

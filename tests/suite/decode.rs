@@ -525,7 +525,7 @@ fn a_step_over_capacity_leaves_everything_as_it_was() {
     let mut cache = subject.layer.kv_cache(2, 8, DType::F32).unwrap();
     let prompt: Vec<f32> = x.chunks(8 * 16).flat_map(|x| &x[..6 * 16]).copied().collect();
     let prompt = Tensor::upload(gpu, &prompt, &[2, 6, 16]).unwrap();
-    subject.layer.step(&prompt, &mut cache).unwrap();
+    subject.layer.prefill(&prompt, &mut cache).unwrap();
     let before = (
         cache.lens().to_vec(),
         download(cache.keys()),
