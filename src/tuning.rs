@@ -770,6 +770,13 @@ impl DecodeTile {
         (keys / groups).next_multiple_of(64).clamp(64, split as usize)
     }
 
+    /// Splits at most, for any number of keys up to `keys` over `tiles` tiles of rows.
+    pub(crate) fn most_splits(self, keys: usize, tiles: usize, groups: usize) -> usize {
+        let (Self::Private { split, .. } | Self::Workgroup { split, .. }) = self;
+        let short = keys.div_ceil(64).min(groups.div_ceil(tiles.max(1)) + 1);
+        keys.div_ceil(split as usize).max(short)
+    }
+
     /// The constants that its shader wants.
     pub(crate) fn constants(self) -> Vec<(&'static str, u32)> {
         let (Self::Private {

@@ -41,13 +41,13 @@ impl Attention {
         let work = rows
             .saturating_mul(keys.len() as u64)
             .saturating_mul((shape.head_dim + shape.value_dim) as u64);
-        let tiles = (shape.group() * shape.queries).div_ceil(4);
-        let split_keys = tile.split_keys(
-            keys.len() * tiles * shape.batch * shape.kv_heads,
-            decode_groups(gpu),
-        );
+        let tiles = (shape.group() * shape.queries).div_ceil(4) * shape.batch * shape.kv_heads;
+        let groups = decode_groups(gpu);
+        let split_keys = tile.split_keys(keys.len() * tiles, groups);
         let splits = keys.len().div_ceil(split_keys).max(1);
-        let bytes = (splits as u64)
+        // A cache grows from call to call: what is held and built then is held and built from the first one on.
+        let reach = tile.most_splits(capacity(call.key).max(keys.len()), tiles, groups);
+        let bytes = (reach as u64)
             .saturating_mul(rows)
             .saturating_mul(shape.value_dim as u64 * 4 + 8);
         let fits = window.query_fits(gpu, call.query, call.output)
@@ -91,17 +91,24 @@ impl Attention {
                 ..bound.rule
             },
         };
-        if splits == 1 {
+        if reach == 1 {
             dispatch.push(batch, tile, shape)?;
             return Ok(true);
         }
         let cols = shape.value_dim as u64;
-        let output_bytes = splits as u64 * rows * cols * 4;
+        let output_bytes = reach as u64 * rows * cols * 4;
         let outputs = batch.scratch(Scratch::RangeOutputs, output_bytes)?;
         let outputs = Binding::prefix(gpu, "outputs of splits of the keys", &outputs, output_bytes)?;
-        let sums_bytes = splits as u64 * rows * 8;
+        let sums_bytes = reach as u64 * rows * 8;
         let sums = batch.scratch(Scratch::RangeSums, sums_bytes)?;
         let sums = Binding::prefix(gpu, "sums of splits of the keys", &sums, sums_bytes)?;
+        if splits == 1 {
+            if !batch.is_planned() {
+                gpu.kernel(&merge_ranges::variant(output.storage))?;
+            }
+            dispatch.push(batch, tile, shape)?;
+            return Ok(true);
+        }
         let of_head = shape.queries as u32;
         let of_batch = of_head * shape.heads as u32;
         let width = cols as u32;
@@ -149,6 +156,12 @@ impl Attention {
         let [query, key, value, output] = tensors;
         Ok([storage(query)?, storage(key)?, storage(value)?, storage(output)?])
     }
+}
+
+/// Rows for which a head of `[B, H, L, D]` has room in memory, as in a cache of which `L` rows are used.
+fn capacity(tensor: &Tensor) -> usize {
+    let strides = tensor.strides();
+    strides[1].checked_div(strides[2]).unwrap_or(0)
 }
 
 /// A decoded call without masks and lengths: what checks a variant.
