@@ -40,7 +40,7 @@ pub use options::{Align, AttentionOptions, Causal};
 pub use packed::{CuSeqlens, PackedInputs, PackedOutputs, PackedResult};
 pub use plan::Plan;
 pub use rotary::{Rotary, RotaryOptions, RotaryPairing, RotaryPositions, RotaryScaling};
-pub use self_check::VariantCheck;
+pub use self_check::{PendingCheck, VariantCheck};
 pub use shape::{AttentionShape, MAX_AXIS};
 pub use tensor::Tensor;
 pub use weights::{CheckpointInfo, CheckpointNames, Parameters};

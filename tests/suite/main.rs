@@ -7,6 +7,7 @@ mod cache;
 mod cases;
 mod device;
 mod errors;
+mod examples;
 mod field;
 mod fused;
 mod layer;
