@@ -1,7 +1,13 @@
 //! The examples, run in this process with their results checked.
 
+#[path = "../../examples/compare_torch/main.rs"]
+#[allow(dead_code)] // `main`
+mod compare_torch;
 #[path = "../../examples/doctor/report.rs"]
 mod doctor;
+#[path = "../../examples/embed/main.rs"]
+#[allow(dead_code)]
+mod embed;
 
 use std::{cell::RefCell, time::Duration};
 
@@ -83,4 +89,23 @@ fn doctor_tells_that_there_is_no_device() {
     let report = Report::without_device(&error);
     assert_eq!(report.exit_code(), 2);
     assert!(report.block().contains("install a driver"));
+}
+
+#[test]
+fn compare_torch_finds_rounding_alone() {
+    let file = std::fs::read(concat!(
+        env!("CARGO_MANIFEST_DIR"),
+        "/examples/data/torch_layer.safetensors"
+    ))
+    .unwrap();
+    for (what, difference) in compare_torch::compare(gpu(), &file).unwrap() {
+        assert!(difference <= 2e-6, "{what}: {difference:e}");
+    }
+    assert!(compare_torch::compare(gpu(), &file[..1000]).is_err());
+}
+
+#[test]
+fn embed_agrees_with_its_loop_on_the_cpu() {
+    let difference = embed::run().unwrap();
+    assert!(difference <= 1e-4, "{difference:e}");
 }
