@@ -32,7 +32,7 @@ pub use cache::{KvCache, KvCacheShape};
 pub use config::MultiHeadAttentionConfig;
 pub use dtype::{DType, Element};
 pub use error::{Error, Result};
-pub use gpu::Gpu;
+pub use gpu::{Gpu, KernelTime, Profile};
 pub use inputs::{AttentionInputs, AttentionOutputs, KvLengths, Mask};
 pub use linear::Linear;
 pub use multi_head::{MultiHeadAttention, MultiHeadInputs, MultiHeadOutputs, MultiHeadResult, NeedWeights};

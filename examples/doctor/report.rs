@@ -299,6 +299,7 @@ impl Device {
                 ("SHADER_F16", wgpu::Features::SHADER_F16),
                 ("SUBGROUP", wgpu::Features::SUBGROUP),
                 ("TIMESTAMP_QUERY", wgpu::Features::TIMESTAMP_QUERY),
+                ("PIPELINE_CACHE", wgpu::Features::PIPELINE_CACHE),
             ]
             .map(|(name, feature)| (name, gpu.features().contains(feature)))
             .to_vec(),

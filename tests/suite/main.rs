@@ -12,6 +12,7 @@ mod field;
 mod fused;
 mod layer;
 mod linear;
+mod observe;
 mod packed;
 mod plan;
 mod rotary;
