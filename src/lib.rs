@@ -10,6 +10,7 @@ mod config;
 mod dtype;
 mod error;
 mod gpu;
+pub mod guide;
 mod inputs;
 mod kernel;
 mod kernels;

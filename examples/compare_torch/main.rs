@@ -5,6 +5,8 @@
 //! cargo run --release --example compare_torch
 //! ```
 
+#![allow(clippy::print_stdout)] // That is what it is for.
+
 use multihead::{Gpu, MultiHeadAttention, MultiHeadInputs, NeedWeights, Parameters, Tensor};
 use safetensors::{Dtype, SafeTensors};
 

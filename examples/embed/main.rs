@@ -5,6 +5,8 @@
 //! cargo run --release --example embed
 //! ```
 
+#![allow(clippy::print_stdout)] // That is what it is for.
+
 use multihead::{Attention, AttentionInputs, AttentionOptions, AttentionOutputs, DType, Gpu, Tensor, wgpu};
 use wgpu::util::{BufferInitDescriptor, DeviceExt};
 

@@ -115,7 +115,7 @@ impl Cutter<'_> {
         };
         if seen.is_empty() {
             // The rows that see nothing are still to be written.
-            return vec![0..0];
+            return Vec::from([0..0]);
         }
         let most = self
             .tile
