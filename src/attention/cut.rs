@@ -115,7 +115,7 @@ impl Cutter<'_> {
         };
         if seen.is_empty() {
             // The rows that see nothing are still to be written.
-            return Vec::from([0..0]);
+            return std::iter::once(0..0).collect();
         }
         let most = self
             .tile
