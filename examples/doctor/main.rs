@@ -7,13 +7,14 @@
 //! ```
 
 mod report;
+mod worker;
 
 use clap::Parser;
 use indicatif::{ProgressBar, ProgressStyle};
 use multihead::{Gpu, wgpu};
-use report::{Progress, Report};
+use report::Report;
 use std::io::{self, IsTerminal, Write};
-use std::process::ExitCode;
+use std::process::{Command, ExitCode};
 use std::time::Duration;
 
 /// Checks that attention works on this machine's GPU, and reports what there is.
@@ -26,7 +27,7 @@ struct Arguments {
     /// Check only the variants that calls would use
     #[arg(long)]
     quick: bool,
-    /// Start no further check after so many seconds; building kernels takes minutes on a software adapter
+    /// Stop after so many seconds; building all kernels takes many minutes on a software adapter
     #[arg(long, value_name = "SECONDS", default_value_t = 120)]
     budget: u64,
     /// Print JSON instead of the block
@@ -35,40 +36,63 @@ struct Arguments {
     /// Replace a text in every kernel, to see that a broken variant is named
     #[arg(long, hide = true, num_args = 2, value_names = ["FROM", "TO"])]
     break_kernels: Option<Vec<String>>,
+    /// Do the work, and print the report as it stands before each step, one line of JSON each
+    #[arg(long, hide = true)]
+    worker: bool,
 }
 
 fn main() -> ExitCode {
     let arguments = Arguments::parse();
-    let report = examine(&arguments);
-    let text = if arguments.json {
+    if arguments.worker {
+        let report = examine(&arguments, |report| say(&report.line()));
+        say(&report.line());
+        return ExitCode::SUCCESS;
+    }
+    let report = supervise(Duration::from_secs(arguments.budget));
+    say(&if arguments.json {
         report.json()
     } else {
         report.block()
-    };
-    // Whoever closed the pipe has read enough.
-    let _ = writeln!(io::stdout().lock(), "{text}");
+    });
     ExitCode::from(report.exit_code())
 }
 
-fn examine(arguments: &Arguments) -> Report {
+/// Whoever closed the pipe has read enough.
+fn say(text: &str) {
+    let _ = writeln!(io::stdout().lock(), "{text}");
+}
+
+/// The report of a process of its own: a driver that hangs or crashes does not take it along.
+fn supervise(budget: Duration) -> Report {
+    let Ok(program) = std::env::current_exe() else {
+        return Report::without_device("the program's own file cannot be found");
+    };
+    let mut command = Command::new(program);
+    command.args(std::env::args_os().skip(1)).arg("--worker");
+    let bar = progress_bar();
+    let report = worker::supervise(command, budget, |report| {
+        let (done, all, what) = report.step();
+        bar.set_length(all as u64);
+        bar.set_position(done as u64);
+        bar.set_message(what.to_owned());
+        if !io::stderr().is_terminal() && !what.is_empty() {
+            let _ = writeln!(io::stderr(), "[{}/{all}] {what}", done + 1);
+        }
+    });
+    bar.finish_and_clear();
+    report
+}
+
+fn examine(arguments: &Arguments, progress: impl FnMut(&Report)) -> Report {
     let gpu = match Gpu::new() {
         Ok(gpu) => gpu,
-        Err(error) => return Report::without_device(&error),
+        Err(error) => return Report::without_device(&error.to_string()),
     };
     if let Some([from, to]) = arguments.break_kernels.as_deref() {
         gpu.break_kernels(from, to);
     }
-    let _ = writeln!(io::stderr(), "{}", gpu.description());
-    let bar = Bar::new();
-    let report = Report::of(
-        &gpu,
-        adapters(),
-        arguments.quick,
-        Duration::from_secs(arguments.budget),
-        &bar,
-    );
-    bar.0.finish_and_clear();
-    report
+    let budget = Duration::from_secs(arguments.budget);
+    Report::of(&gpu, adapters(), arguments.quick, budget, progress)
 }
 
 /// All adapters of this machine, on one line each.
@@ -83,28 +107,13 @@ fn adapters() -> Vec<String> {
         .collect()
 }
 
-/// A bar where a terminal shows it; a line per step elsewhere.
-struct Bar(ProgressBar);
-
-impl Bar {
-    fn new() -> Self {
-        let bar = ProgressBar::new(0);
-        let template = "{bar:32.magenta/dim} {pos}/{len}  {elapsed}  {wide_msg}";
-        if let Ok(style) = ProgressStyle::with_template(template) {
-            bar.set_style(style.progress_chars("━━╌"));
-        }
-        bar.enable_steady_tick(Duration::from_millis(200));
-        Self(bar)
+/// A bar where a terminal shows it.
+fn progress_bar() -> ProgressBar {
+    let bar = ProgressBar::new(0);
+    if let Ok(style) = ProgressStyle::with_template("{bar:32.magenta/dim} {pos}/{len}  {elapsed}  {wide_msg}")
+    {
+        bar.set_style(style.progress_chars("━━╌"));
     }
-}
-
-impl Progress for Bar {
-    fn step(&self, done: usize, all: usize, what: &str) {
-        self.0.set_length(all as u64);
-        self.0.set_position(done as u64);
-        self.0.set_message(what.to_owned());
-        if !io::stderr().is_terminal() {
-            let _ = writeln!(io::stderr(), "[{}/{all}] {what}", done + 1);
-        }
-    }
+    bar.enable_steady_tick(Duration::from_millis(200));
+    bar
 }

@@ -3,32 +3,26 @@
 use multihead::{
     Attention, AttentionOptions, AttentionShape, Causal, Choice, DType, Error, Gpu, PendingCheck, wgpu,
 };
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use std::fmt::Write;
 use std::time::{Duration, Instant};
 
-/// Hears what is being done.
-pub(crate) trait Progress {
-    /// `done` of `all` steps are done; `what` comes now.
-    fn step(&self, done: usize, all: usize, what: &str);
-}
-
 /// All of it. Field names are those of the JSON.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
 pub(crate) struct Report {
-    multihead: &'static str,
+    multihead: String,
     system: String,
     adapters: Vec<String>,
     device: Option<Device>,
     calls: Vec<Call>,
     checks: Vec<Check>,
-    /// What the time did not suffice for.
+    /// What is still to be done; in the end, what the time did not suffice for.
     not_reached: Vec<String>,
     problems: Vec<String>,
     seconds: f64,
 }
 
-#[derive(Debug, Serialize)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
 struct Device {
     name: String,
     backend: String,
@@ -36,20 +30,20 @@ struct Device {
     driver: String,
     ids: String,
     subgroup_sizes: [u32; 2],
-    features: Vec<(&'static str, bool)>,
+    features: Vec<(String, bool)>,
     limits: Vec<Limit>,
 }
 
-#[derive(Debug, Serialize)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
 struct Limit {
-    name: &'static str,
+    name: String,
     value: u64,
     /// What WebGPU guarantees.
     guaranteed: u64,
 }
 
 /// What computes a call.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
 struct Call {
     call: String,
     path: String,
@@ -58,7 +52,7 @@ struct Call {
     passed_over: Vec<String>,
 }
 
-#[derive(Debug, Serialize)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
 struct Check {
     variant: String,
     /// What was wrong, if something was.
@@ -82,7 +76,7 @@ fn calls() -> Vec<(&'static str, AttentionOptions, AttentionShape, bool)> {
 impl Report {
     fn new(adapters: Vec<String>) -> Self {
         Self {
-            multihead: env!("CARGO_PKG_VERSION"),
+            multihead: env!("CARGO_PKG_VERSION").to_owned(),
             system: format!("{} {}", std::env::consts::OS, std::env::consts::ARCH),
             adapters,
             device: None,
@@ -95,67 +89,86 @@ impl Report {
     }
 
     /// The report where nothing can run.
-    pub(crate) fn without_device(error: &Error) -> Self {
+    pub(crate) fn without_device(problem: &str) -> Self {
         let mut report = Self::new(Vec::new());
-        report.problems.push(error.to_string());
+        report.problems.push(problem.to_owned());
         report
     }
 
     /// Checks the products' kernels, asks which variants calls use, and checks those and, unless `quick`, all others.
-    /// After `budget` no further step begins but the first, which always runs.
+    /// After `budget` no further step begins but the first, which always runs. `progress` gets the report as it stands
+    /// before each step.
     pub(crate) fn of(
         gpu: &Gpu,
         adapters: Vec<String>,
         quick: bool,
         budget: Duration,
-        progress: &dyn Progress,
+        mut progress: impl FnMut(&Self),
     ) -> Self {
         let mut report = Self::new(adapters);
         report.device = Some(Device::of(gpu));
         let start = Instant::now();
-        if let Err(error) = report.examine(gpu, quick, &|| start.elapsed() >= budget, progress) {
-            report.problems.push(error.to_string());
+        let mut first = true;
+        let result = report.examine(gpu, quick, &mut |report| {
+            report.seconds = start.elapsed().as_secs_f64();
+            let goes_on = first || start.elapsed() < budget;
+            first = false;
+            if goes_on {
+                progress(report);
+            }
+            goes_on
+        });
+        if let Err(error) = result {
+            report.problem(error.to_string());
         }
         report.seconds = start.elapsed().as_secs_f64();
         report
     }
 
-    /// The products come first: they build in a second where the fused kernels take many.
+    /// The products come first: they build in a second where the fused kernels take many. Ends early if `goes_on` says
+    /// that it should.
     fn examine(
         &mut self,
         gpu: &Gpu,
         quick: bool,
-        late: &dyn Fn() -> bool,
-        progress: &dyn Progress,
+        goes_on: &mut dyn FnMut(&mut Self) -> bool,
     ) -> multihead::Result<()> {
         let (products, mut rest): (Vec<_>, Vec<_>) = gpu
             .pending_checks()
             .into_iter()
             .partition(|check| check.is_first_choice() && !check.variant().contains(" flash "));
-        let calls = calls();
-        let all = |rest: usize| products.len() + 2 * calls.len() + rest;
-        let mut done = 0;
-        for pending in &products {
-            self.check(pending, done > 0 && late(), (done, all(rest.len())), progress)?;
-            done += 1;
+        let calls: Vec<_> = [DType::F32, DType::F16]
+            .into_iter()
+            .flat_map(|dtype| calls().into_iter().map(move |call| (dtype, call)))
+            .collect();
+        let name = |dtype, what| format!("{dtype:?}, 8 heads of 64, {what}");
+        self.not_reached = products.iter().map(PendingCheck::variant).collect();
+        let choices = calls
+            .iter()
+            .map(|(dtype, call)| format!("choice for {}", name(*dtype, call.0)));
+        self.not_reached.extend(choices);
+        if !quick {
+            self.not_reached.extend(rest.iter().map(PendingCheck::variant));
         }
-        for dtype in [DType::F32, DType::F16] {
-            for (what, options, shape, weights) in &calls {
-                let what = format!("{dtype:?}, 8 heads of 64, {what}");
-                if late() {
-                    self.not_reached.push(format!("choice for {what}"));
-                } else {
-                    progress.step(done, all(rest.len()), &format!("choice for {what}"));
-                    let attention = Attention::new(gpu, options.clone())?;
-                    match attention.choice(shape, dtype, *weights) {
-                        Ok(choice) => self.call(what, choice),
-                        // No variant is left: that is for the report, not the end of it.
-                        Err(error @ Error::Shader { .. }) => self.problem(format!("{what}: {error}")),
-                        Err(error) => return Err(error),
-                    }
-                }
-                done += 1;
+
+        for pending in &products {
+            if !goes_on(self) {
+                return Ok(());
             }
+            self.check(pending)?;
+        }
+        for (dtype, (what, options, shape, weights)) in calls {
+            if !goes_on(self) {
+                return Ok(());
+            }
+            let what = name(dtype, what);
+            match Attention::new(gpu, options)?.choice(&shape, dtype, weights) {
+                Ok(choice) => self.call(what, choice),
+                // No variant is left: that is for the report, not the end of it.
+                Err(error @ Error::Shader { .. }) => self.problem(format!("{what}: {error}")),
+                Err(error) => return Err(error),
+            }
+            self.not_reached.remove(0);
         }
         let used = |pending: &PendingCheck| self.calls.iter().any(|call| call.variant == pending.variant());
         if quick {
@@ -164,26 +177,19 @@ impl Report {
             // Stable, so that the table's order stays.
             rest.sort_by_key(|pending| (!used(pending), !pending.is_first_choice()));
         }
+        self.not_reached = rest.iter().map(PendingCheck::variant).collect();
         for pending in &rest {
-            self.check(pending, late(), (done, all(rest.len())), progress)?;
-            done += 1;
+            if !goes_on(self) {
+                return Ok(());
+            }
+            self.check(pending)?;
         }
         Ok(())
     }
 
-    fn check(
-        &mut self,
-        pending: &PendingCheck,
-        late: bool,
-        (done, all): (usize, usize),
-        progress: &dyn Progress,
-    ) -> multihead::Result<()> {
+    /// The next check of `not_reached`.
+    fn check(&mut self, pending: &PendingCheck) -> multihead::Result<()> {
         let variant = pending.variant();
-        if late {
-            self.not_reached.push(variant);
-            return Ok(());
-        }
-        progress.step(done, all, &variant);
         let start = Instant::now();
         let failure = pending.run()?.outcome.err();
         if let Some(message) = &failure {
@@ -194,7 +200,24 @@ impl Report {
             failure,
             seconds: start.elapsed().as_secs_f64(),
         });
+        self.not_reached.remove(0);
         Ok(())
+    }
+
+    /// Steps done, all steps, and the one at hand.
+    pub(crate) fn step(&self) -> (usize, usize, &str) {
+        let done = self.checks.len() + self.calls.len();
+        let now = self.not_reached.first().map_or("", String::as_str);
+        (done, done + self.not_reached.len(), now)
+    }
+
+    /// Adds that whoever made the report ended in the middle of a step.
+    pub(crate) fn ended(&mut self, how: &str) {
+        let problem = match self.not_reached.first() {
+            Some(step) => format!("{step}: {how}"),
+            None => how.to_owned(),
+        };
+        self.problem(problem);
     }
 
     fn call(&mut self, call: String, choice: Choice) {
@@ -224,6 +247,16 @@ impl Report {
             (Some(_), false) => 1,
             (Some(_), true) => 0,
         }
+    }
+
+    /// A report from one line of JSON.
+    pub(crate) fn from_line(line: &str) -> Option<Self> {
+        serde_json::from_str(line).ok()
+    }
+
+    /// As one line of JSON.
+    pub(crate) fn line(&self) -> String {
+        serde_json::to_string(self).unwrap_or_default()
     }
 
     /// As JSON.
@@ -283,8 +316,8 @@ impl Report {
 impl Device {
     fn of(gpu: &Gpu) -> Self {
         let (info, limits, least) = (gpu.info(), gpu.limits(), wgpu::Limits::default());
-        let limit = |name, value: u64, guaranteed: u64| Limit {
-            name,
+        let limit = |name: &str, value: u64, guaranteed: u64| Limit {
+            name: name.to_owned(),
             value,
             guaranteed,
         };
@@ -301,7 +334,7 @@ impl Device {
                 ("TIMESTAMP_QUERY", wgpu::Features::TIMESTAMP_QUERY),
                 ("PIPELINE_CACHE", wgpu::Features::PIPELINE_CACHE),
             ]
-            .map(|(name, feature)| (name, gpu.features().contains(feature)))
+            .map(|(name, feature)| (name.to_owned(), gpu.features().contains(feature)))
             .to_vec(),
             limits: vec![
                 limit("max_buffer_size", limits.max_buffer_size, least.max_buffer_size),
