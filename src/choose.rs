@@ -102,12 +102,19 @@ impl Gpu {
                         Err(Error::Shader { message, .. }) => Err(message),
                         Err(other) => return Err(other),
                     };
+                    match &verdict {
+                        Ok(()) => log::debug!("{} passed its self-check", variant.label()),
+                        Err(message) => log::warn!("{} is passed over: {message}", variant.label()),
+                    }
                     self.set_verdict(variant.clone(), verdict.clone());
                     verdict
                 }
             };
             match verdict {
-                Ok(()) => return Ok(Chosen { tile, passed_over }),
+                Ok(()) => {
+                    log::trace!("{} is chosen", variant.label());
+                    return Ok(Chosen { tile, passed_over });
+                }
                 Err(message) => passed_over.push(format!("{}: {message}", variant.label())),
             }
         }

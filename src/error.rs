@@ -98,6 +98,9 @@ pub enum Error {
     /// An option whose value is not allowed.
     #[error("option: {0}")]
     Option(String),
+    /// Data of a pipeline cache that are damaged.
+    #[error("pipeline cache: {0}")]
+    PipelineCache(String),
     /// A checkpoint that cannot be read, or whose tensors do not fit the layer.
     #[error("checkpoint: {0}")]
     Checkpoint(String),

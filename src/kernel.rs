@@ -8,7 +8,10 @@
 
 use std::{collections::HashMap, fmt::Write, num::NonZeroU64, ops::Range, sync::Arc};
 
-use crate::{DType, Error, Gpu, Result, Tensor, gpu::Scratch};
+use crate::{
+    DType, Error, Gpu, Result, Tensor,
+    gpu::{MOST_TIMED, Scratch, Timed},
+};
 
 /// How the elements of a binding are stored, as the shader sees it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -136,6 +139,7 @@ impl Kernel {
 
     fn from_source(gpu: &Gpu, label: String, source: &str) -> Result<Self> {
         let device = gpu.device();
+        let cache = gpu.pipeline_cache();
         let built = gpu.guarded("building a kernel", 0, || {
             let module = device.create_shader_module(wgpu::ShaderModuleDescriptor {
                 label: Some(&label),
@@ -151,7 +155,7 @@ impl Kernel {
                     zero_initialize_workgroup_memory: false,
                     ..Default::default()
                 },
-                cache: None,
+                cache: cache.as_ref(),
             });
             let layout = pipeline.get_bind_group_layout(0);
             (pipeline, layout)
@@ -421,13 +425,17 @@ impl<'a> Batch<'a> {
     /// Binds everything, and only then records. On an error nothing is recorded.
     pub(crate) fn record(self, encoder: &mut wgpu::CommandEncoder) -> Result<()> {
         let (gpu, dispatches) = (self.gpu, self.calls.len() as u64);
-        self.record_uncounted(encoder)?;
+        self.record_as(encoder, true)?;
         gpu.count_dispatches(dispatches);
         Ok(())
     }
 
-    /// [`Batch::record`] of dispatches that the caller did not ask for.
+    /// [`Batch::record`] of dispatches that the caller did not ask for, and that no count or profile shows.
     pub(crate) fn record_uncounted(self, encoder: &mut wgpu::CommandEncoder) -> Result<()> {
+        self.record_as(encoder, false)
+    }
+
+    fn record_as(self, encoder: &mut wgpu::CommandEncoder, asked_for: bool) -> Result<()> {
         let Self {
             gpu, params, calls, ..
         } = self;
@@ -462,19 +470,61 @@ impl<'a> Batch<'a> {
             };
             calls.iter().map(bind).collect::<Vec<_>>()
         })?;
+        if asked_for && gpu.is_profiling() {
+            return record_timed(gpu, encoder, &calls, &groups);
+        }
         let mut pass = encoder.begin_compute_pass(&wgpu::ComputePassDescriptor {
             label: Some("multihead"),
             timestamp_writes: None,
         });
         for (call, group) in calls.iter().zip(&groups) {
-            pass.push_debug_group(&call.kernel.label);
-            pass.set_pipeline(&call.kernel.pipeline);
-            pass.set_bind_group(0, group, &[]);
-            pass.dispatch_workgroups(call.grid[0], call.grid[1], 1);
-            pass.pop_debug_group();
+            call.dispatch(&mut pass, group);
         }
         Ok(())
     }
+}
+
+impl Call {
+    fn dispatch(&self, pass: &mut wgpu::ComputePass, group: &wgpu::BindGroup) {
+        pass.push_debug_group(&self.kernel.label);
+        pass.set_pipeline(&self.kernel.pipeline);
+        pass.set_bind_group(0, group, &[]);
+        pass.dispatch_workgroups(self.grid[0], self.grid[1], 1);
+        pass.pop_debug_group();
+    }
+}
+
+/// A pass for each dispatch, whose beginning and end the device notes. All queries are made before the first is recorded.
+fn record_timed(
+    gpu: &Gpu,
+    encoder: &mut wgpu::CommandEncoder,
+    calls: &[Call],
+    groups: &[wgpu::BindGroup],
+) -> Result<()> {
+    let label = |call: &Call| call.kernel.label.clone();
+    let timed: Vec<Timed> = calls
+        .chunks(MOST_TIMED)
+        .map(|calls| gpu.timed(calls.iter().map(label).collect()))
+        .collect::<Result<_>>()?;
+    for (part, timed) in timed.into_iter().enumerate() {
+        let range = part * MOST_TIMED..part * MOST_TIMED + timed.kernels.len();
+        let mut query = 0;
+        for (call, group) in calls[range.clone()].iter().zip(&groups[range]) {
+            let mut pass = encoder.begin_compute_pass(&wgpu::ComputePassDescriptor {
+                label: Some(&call.kernel.label),
+                timestamp_writes: Some(wgpu::ComputePassTimestampWrites {
+                    query_set: &timed.queries,
+                    beginning_of_pass_write_index: Some(query),
+                    end_of_pass_write_index: Some(query + 1),
+                }),
+            });
+            call.dispatch(&mut pass, group);
+            query += 2;
+        }
+        encoder.resolve_query_set(&timed.queries, 0..query, &timed.ticks.buffer, 0);
+        gpu.keep_timed(timed);
+    }
+    Ok(())
 }
 
 /// A kernel's params: 4-byte scalars alone, a multiple of 16 bytes, as WGSL lays out a uniform.

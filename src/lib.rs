@@ -10,6 +10,7 @@ mod config;
 mod dtype;
 mod error;
 mod gpu;
+pub mod guide;
 mod inputs;
 mod kernel;
 mod kernels;
@@ -33,7 +34,7 @@ pub use cache::{KvCache, KvCacheShape};
 pub use config::MultiHeadAttentionConfig;
 pub use dtype::{DType, Element};
 pub use error::{Error, Result};
-pub use gpu::Gpu;
+pub use gpu::{Gpu, KernelTime, Profile};
 pub use inputs::{AttentionInputs, AttentionOutputs, KvLengths, Mask};
 pub use linear::Linear;
 pub use multi_head::{
@@ -43,7 +44,7 @@ pub use options::{Align, AttentionOptions, Causal};
 pub use packed::{CuSeqlens, PackedInputs, PackedOutputs, PackedResult};
 pub use plan::Plan;
 pub use rotary::{Rotary, RotaryOptions, RotaryPairing, RotaryPositions, RotaryScaling};
-pub use self_check::VariantCheck;
+pub use self_check::{PendingCheck, VariantCheck};
 pub use shape::{AttentionShape, MAX_AXIS};
 pub use tensor::Tensor;
 #[doc(hidden)]

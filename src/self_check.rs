@@ -282,7 +282,133 @@ fn decode(gpu: &Gpu, tile: DecodeTile, plain: bool, storage: Storage) -> Result<
     compare(&variant, &output, &truth.output)
 }
 
+/// The computation that checks one variant.
+#[derive(Debug, Clone, Copy)]
+enum Work {
+    Linear(Tile, [Storage; 4]),
+    Scores(Tile, [Storage; 2]),
+    WeightedSum(Tile, [Storage; 2]),
+    Decode(DecodeTile, bool, Storage),
+    Flash(FlashTile, bool, flash::Storages),
+}
+
+/// A variant that [`PendingCheck::run`] checks; [`Gpu::pending_checks`] lists them.
+#[derive(Debug, Clone)]
+pub struct PendingCheck {
+    gpu: Gpu,
+    work: Work,
+    variant: Variant,
+    first_choice: bool,
+}
+
+impl PendingCheck {
+    fn new(gpu: &Gpu, work: Work, first_choice: bool) -> Self {
+        let variant = match work {
+            Work::Linear(tile, [x, weight, bias, output]) => {
+                linear_kernel::variant(tile, x, weight, bias, output)
+            }
+            Work::Scores(tile, [query, key]) => scores_kernel::variant(tile, query, key),
+            Work::WeightedSum(tile, [value, output]) => weighted_sum_kernel::variant(tile, value, output),
+            Work::Decode(tile, plain, storage) => decode::variant(tile, plain, [storage; 4]),
+            Work::Flash(tile, plain, storages) => flash::variant(tile, plain, storages),
+        };
+        Self {
+            gpu: gpu.clone(),
+            work,
+            variant,
+            first_choice,
+        }
+    }
+
+    /// Kernel, element types and tile sizes, as in [`VariantCheck::variant`] and [`Choice::variant`](crate::Choice).
+    pub fn variant(&self) -> String {
+        self.variant.label()
+    }
+
+    /// Whether the table puts this variant first on this device, so that calls use it unless it fails.
+    pub fn is_first_choice(&self) -> bool {
+        self.first_choice
+    }
+
+    /// Builds the variant if it is not built yet, runs it on awkward sizes, waits, and compares with the reference.
+    /// Calls choose by the outcome from then on.
+    ///
+    /// # Errors
+    ///
+    /// What hinders the check from running, such as [`Error::DeviceLost`]; a wrong answer is an outcome, not an error.
+    pub fn run(&self) -> Result<VariantCheck> {
+        let gpu = &self.gpu;
+        let result = match self.work {
+            Work::Linear(tile, storages) => linear(gpu, tile, storages),
+            Work::Scores(tile, storages) => scores(gpu, tile, storages),
+            Work::WeightedSum(tile, storages) => weighted_sum(gpu, tile, storages),
+            Work::Decode(tile, plain, storage) => decode(gpu, tile, plain, storage),
+            Work::Flash(tile, plain, storages) => flash(gpu, tile, plain, storages),
+        };
+        let outcome = match result {
+            Ok(()) => Ok(()),
+            Err(Error::Shader { message, .. }) => Err(message),
+            Err(other) => return Err(other),
+        };
+        gpu.set_verdict(self.variant.clone(), outcome.clone());
+        Ok(VariantCheck {
+            variant: self.variant(),
+            outcome,
+        })
+    }
+}
+
 impl Gpu {
+    /// The checks of every variant of every kernel that can run on this device, those of the table's other rows for the
+    /// device too, none of which has run. For programs that choose among them or bound their time;
+    /// [`Gpu::self_check`] runs them all.
+    ///
+    /// ```
+    /// # fn main() -> multihead::Result<()> {
+    /// let gpu = multihead::Gpu::new()?;
+    /// let checks = gpu.pending_checks();
+    /// let linear = checks.iter().find(|check| check.variant().contains("linear")).unwrap();
+    /// assert!(linear.is_first_choice());
+    /// assert_eq!(linear.run()?.outcome, Ok(()));
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn pending_checks(&self) -> Vec<PendingCheck> {
+        let mut checks = Vec::new();
+        let mut add = |work, first| checks.push(PendingCheck::new(self, work, first));
+        let storages = [DType::F32, DType::F16]
+            .into_iter()
+            .filter_map(|dtype| Storage::of(self, dtype).ok());
+        for storage in storages {
+            let pair = [storage; 2];
+            for (place, tile) in Tile::candidates(self, storage != Storage::F32, 0)
+                .into_iter()
+                .enumerate()
+            {
+                add(Work::Linear(tile, [storage; 4]), place == 0);
+                add(Work::Scores(tile, pair), place == 0);
+                add(Work::WeightedSum(tile, pair), place == 0);
+            }
+            for tile in DecodeTile::all(Adapter::of(self)) {
+                for plain in [false, true] {
+                    add(Work::Decode(tile, plain, storage), true);
+                }
+            }
+            let tiles = FlashTile::all_candidates(self, storage != Storage::F32);
+            for &tile in &tiles {
+                let (head_dim, value_dim) = tile.awkward_dims();
+                let best = FlashTile::candidates(self, storage != Storage::F32, head_dim, value_dim);
+                for plain in [false, true] {
+                    add(
+                        Work::Flash(tile, plain, [storage; 4]),
+                        best.first() == Some(&tile),
+                    );
+                }
+            }
+        }
+        checks
+    }
+
     /// Checks every variant of every kernel that can run on this device, those of the table's other rows for the device
     /// too, against the reference on awkward sizes. Builds them all, runs them and waits: seconds to minutes, most of
     /// it in the driver's compiler. `progress` gets each result as it comes.
@@ -300,46 +426,13 @@ impl Gpu {
     ///
     /// What hinders a check from running, such as [`Error::DeviceLost`]; a wrong answer is an outcome, not an error.
     pub fn self_check(&self, mut progress: impl FnMut(&VariantCheck)) -> Result<Vec<VariantCheck>> {
-        let halves = Storage::of(self, DType::F16)?;
-        let mut checks = Vec::new();
-        let mut note = |gpu: &Gpu, variant: Variant, result: Result<()>| -> Result<()> {
-            let outcome = match result {
-                Ok(()) => Ok(()),
-                Err(Error::Shader { message, .. }) => Err(message),
-                Err(other) => return Err(other),
-            };
-            gpu.set_verdict(variant.clone(), outcome.clone());
-            let check = VariantCheck {
-                variant: variant.label(),
-                outcome,
-            };
-            progress(&check);
-            checks.push(check);
-            Ok(())
-        };
-        for storage in [Storage::F32, halves] {
-            let pair = [storage; 2];
-            for tile in Tile::candidates(self, storage != Storage::F32, 0) {
-                let variant = linear_kernel::variant(tile, storage, storage, storage, storage);
-                note(self, variant, linear(self, tile, [storage; 4]))?;
-                let variant = scores_kernel::variant(tile, storage, storage);
-                note(self, variant, scores(self, tile, pair))?;
-                let variant = weighted_sum_kernel::variant(tile, storage, storage);
-                note(self, variant, weighted_sum(self, tile, pair))?;
-            }
-            for tile in DecodeTile::all(Adapter::of(self)) {
-                for plain in [false, true] {
-                    let variant = decode::variant(tile, plain, [storage; 4]);
-                    note(self, variant, decode(self, tile, plain, storage))?;
-                }
-            }
-            for tile in FlashTile::all_candidates(self, storage != Storage::F32) {
-                for plain in [false, true] {
-                    let variant = flash::variant(tile, plain, [storage; 4]);
-                    note(self, variant, flash(self, tile, plain, [storage; 4]))?;
-                }
-            }
-        }
-        Ok(checks)
+        self.pending_checks()
+            .iter()
+            .map(|pending| {
+                let check = pending.run()?;
+                progress(&check);
+                Ok(check)
+            })
+            .collect()
     }
 }

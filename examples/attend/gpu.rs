@@ -195,7 +195,7 @@ fn rotary(gpu: &Gpu, op: &Rotary) -> Result<Answers> {
 }
 
 /// The layer's parameters.
-fn parameters(op: &Layer) -> Result<Parameters> {
+pub(crate) fn parameters(op: &Layer) -> Result<Parameters> {
     let given = &op.parameters;
     let mut parameters = Parameters::zeros(&op.config)?;
     parameters.q_proj_weight.clone_from(&given.q_weight);

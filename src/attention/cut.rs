@@ -112,7 +112,7 @@ impl Cutter<'_> {
         let seen = self.seen.keys(chunk);
         if seen.is_empty() {
             // The rows that see nothing are still to be written.
-            return vec![0..0];
+            return std::iter::once(0..0).collect();
         }
         let most = self
             .tile

@@ -133,7 +133,8 @@ impl Attention {
     ///
     /// # Errors
     ///
-    /// [`Error::Option`] for values that are never allowed; what depends on a call's shape is checked there.
+    /// [`Error::Option`](crate::Error::Option) for values that are never allowed; what depends on a call's shape is checked
+    /// there.
     pub fn new(gpu: &Gpu, options: AttentionOptions) -> Result<Self> {
         options.validate(options.alibi_slopes.as_ref().map_or(0, Vec::len))?;
         let slopes = match &options.alibi_slopes {
@@ -169,7 +170,7 @@ impl Attention {
     ///
     /// # Errors
     ///
-    /// [`Error::Shader`] or [`Error::DeviceLost`].
+    /// [`Error::Shader`](crate::Error::Shader) or [`Error::DeviceLost`](crate::Error::DeviceLost).
     pub fn warm_up(&self, dtype: DType, head_dim: usize, value_dim: usize) -> Result<()> {
         let gpu = &self.gpu;
         let storage = Storage::of(gpu, dtype)?;

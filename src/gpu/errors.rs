@@ -13,7 +13,10 @@ pub(super) fn check_alive(device: &wgpu::Device, lost: &Mutex<Option<String>>, d
         None if alive(device) => return Ok(()),
         // Not under the lock: a lost-device callback may want it while wgpu creates the probe.
         None => lock(lost)
-            .get_or_insert_with(|| format!("noticed while {during}"))
+            .get_or_insert_with(|| {
+                log::warn!("the device is lost: noticed while {during}");
+                format!("noticed while {during}")
+            })
             .clone(),
     };
     Err(Error::DeviceLost(reason))

@@ -6,17 +6,21 @@ use std::{
         Arc, Mutex, MutexGuard, OnceLock, PoisonError,
         atomic::{AtomicU64, Ordering},
     },
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 mod adapter;
 mod errors;
 mod memory;
+mod pipeline_cache;
+mod profile;
 
 use adapter::{check_limits, choose_adapter};
 use errors::{check_alive, guarded};
 use memory::Held;
 pub(crate) use memory::{Allocation, OwnBuffer, Scratch};
+pub use profile::{KernelTime, Profile};
+pub(crate) use profile::{MOST_TIMED, Timed};
 
 use crate::{
     Error, Result,
@@ -55,6 +59,9 @@ struct Inner {
     /// A text in kernels' sources and what stands in its place, for tests that a broken variant is caught.
     fault: Mutex<Option<(String, String)>>,
     scratch: Mutex<HashMap<Scratch, OwnBuffer>>,
+    /// What is timed, while a profile is being made.
+    profile: Mutex<Option<Vec<Timed>>>,
+    pipeline_cache: Mutex<Option<wgpu::PipelineCache>>,
     held: Arc<Held>,
     /// Multiply-adds of one dispatch, at most; 0 stands for the default.
     dispatch_work: AtomicU64,
@@ -103,8 +110,7 @@ impl Gpu {
     /// Opens a device on the adapter that wgpu programs choose: `WGPU_BACKEND`, `WGPU_ADAPTER_NAME` (part of
     /// the name, any case) and `WGPU_POWER_PREF` are honoured; without them, the fastest adapter.
     ///
-    /// Asks for the adapter's own limits and, where it has them, for `SHADER_F16`, `SUBGROUP` and
-    /// `TIMESTAMP_QUERY`.
+    /// Asks for the adapter's own limits and, where it has them, for [`Gpu::useful_features`].
     ///
     /// # Errors
     ///
@@ -140,6 +146,7 @@ impl Gpu {
         let gpu = Self::from_device(&device, &queue)?;
         let lost = Arc::clone(&gpu.inner.lost);
         device.set_device_lost_callback(move |reason, message| {
+            log::warn!("the device is lost: {reason:?}: {message}");
             *lock(&lost) = Some(format!("{reason:?}: {message}"));
         });
         Ok(gpu)
@@ -147,10 +154,12 @@ impl Gpu {
 
     /// The features of `adapter` that make calls faster, to ask for when you open a device of your own: without
     /// `SUBGROUP` a software adapter takes the workgroup-memory kernels, which are several times slower there, and
-    /// without `SHADER_F16` halves are unpacked by hand.
+    /// without `SHADER_F16` halves are unpacked by hand. `TIMESTAMP_QUERY` serves [`Gpu::start_profile`],
+    /// `PIPELINE_CACHE` [`Gpu::start_pipeline_cache`].
     pub fn useful_features(adapter: &wgpu::Adapter) -> wgpu::Features {
-        let useful = wgpu::Features::SHADER_F16 | wgpu::Features::SUBGROUP | wgpu::Features::TIMESTAMP_QUERY;
-        adapter.features() & useful
+        let faster = wgpu::Features::SHADER_F16 | wgpu::Features::SUBGROUP;
+        let tools = wgpu::Features::TIMESTAMP_QUERY | wgpu::Features::PIPELINE_CACHE;
+        adapter.features() & (faster | tools)
     }
 
     /// Joins a device that the caller owns. Its limits and features are respected as they are, and its error
@@ -208,6 +217,8 @@ impl Gpu {
                 verdicts: Mutex::default(),
                 fault: Mutex::default(),
                 scratch: Mutex::default(),
+                profile: Mutex::default(),
+                pipeline_cache: Mutex::default(),
                 held: Arc::default(),
                 dispatch_work: AtomicU64::new(0),
                 absent,
@@ -398,7 +409,13 @@ impl Gpu {
         };
         let built = cell.get_or_init(|| {
             self.inner.counters.pipelines.fetch_add(1, Ordering::Relaxed);
-            Kernel::build(self, variant).map(Arc::new)
+            let start = Instant::now();
+            let built = Kernel::build(self, variant).map(Arc::new);
+            match &built {
+                Ok(_) => log::debug!("{} was built in {:.1?}", variant.label(), start.elapsed()),
+                Err(error) => log::warn!("{} was not built: {error}", variant.label()),
+            }
+            built
         });
         if built.is_err() {
             // A lost device or exhausted memory need not last: the next call tries again.
@@ -437,7 +454,8 @@ impl Gpu {
         if let Some(found) = scratch.get(&slot).filter(|found| found.buffer.size() >= bytes) {
             return Ok(found.buffer.clone());
         }
-        scratch.remove(&slot);
+        let before = scratch.remove(&slot).map_or(0, |found| found.buffer.size());
+        log::debug!("scratch {slot:?} grows from {before} to {bytes} bytes");
         let made = self.buffer(
             &format!("multihead scratch {slot:?}"),
             bytes,

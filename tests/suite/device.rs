@@ -343,7 +343,8 @@ fn the_environment_chooses_the_adapter() {
 fn a_new_device_has_the_adapters_limits_and_features() {
     let gpu = gpu();
     let adapter = adapter();
-    let wanted = Features::SHADER_F16 | Features::SUBGROUP | Features::TIMESTAMP_QUERY;
+    let wanted =
+        Features::SHADER_F16 | Features::SUBGROUP | Features::TIMESTAMP_QUERY | Features::PIPELINE_CACHE;
     assert_eq!(gpu.features() & wanted, adapter.features() & wanted);
     assert_eq!(gpu.limits().max_buffer_size, adapter.limits().max_buffer_size);
     assert_eq!(

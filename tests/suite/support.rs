@@ -1,6 +1,6 @@
 //! What every test shares: the device, numbers, the error bound.
 
-use std::sync::OnceLock;
+use std::{cell::RefCell, sync::OnceLock};
 
 use half::f16;
 use multihead::{Gpu, Tensor};
@@ -15,21 +15,41 @@ pub(crate) fn gpu() -> &'static Gpu {
     })
 }
 
+thread_local! {
+    /// What the crate logged on this thread, while [`logged`] listens.
+    static HEARD: RefCell<Option<Vec<String>>> = const { RefCell::new(None) };
+}
+
 /// Makes an error that wgpu logs fail the test that caused it.
 pub(crate) fn watch_log() {
     struct Watch;
     impl log::Log for Watch {
         fn enabled(&self, metadata: &log::Metadata) -> bool {
-            metadata.level() <= log::Level::Error
+            metadata.level() <= log::Level::Error || metadata.target().starts_with("multihead")
         }
         fn log(&self, record: &log::Record) {
             assert!(record.level() > log::Level::Error, "logged: {}", record.args());
+            if record.target().starts_with("multihead") {
+                HEARD.with_borrow_mut(|heard| {
+                    heard
+                        .as_mut()
+                        .map(|heard| heard.push(format!("{} {}", record.level(), record.args())))
+                });
+            }
         }
         fn flush(&self) {}
     }
     // Another test may have set it already.
     let _ = log::set_logger(&Watch);
-    log::set_max_level(log::LevelFilter::Error);
+    log::set_max_level(log::LevelFilter::Debug);
+}
+
+/// What the crate logs on this thread meanwhile, each line with its level in front.
+pub(crate) fn logged(work: impl FnOnce()) -> Vec<String> {
+    watch_log();
+    HEARD.set(Some(Vec::new()));
+    work();
+    HEARD.take().unwrap_or_default()
 }
 
 /// Property tests draw the same cases every time, so that a run tells about the change and not about luck.

@@ -181,4 +181,64 @@ mod tests {
         assert!(root()?.join("xtask").join("Cargo.toml").is_file());
         Ok(())
     }
+
+    /// Every command of the README that starts with `cargo`, without what stands for a file.
+    fn readme_commands() -> Result<Vec<Vec<String>>> {
+        let readme = std::fs::read_to_string(root()?.join("README.md"))?;
+        let mut fenced = false;
+        let mut commands = Vec::new();
+        for line in readme.lines() {
+            if line.trim_start().starts_with("```") {
+                fenced = !fenced;
+                continue;
+            }
+            let inline = line.split('`').skip(1).step_by(2);
+            let found: Vec<&str> = if fenced { vec![line] } else { inline.collect() };
+            for text in found {
+                let words: Vec<String> = text.split_whitespace().map(str::to_owned).collect();
+                if words.first().is_some_and(|word| word == "cargo") {
+                    commands.push(words);
+                }
+            }
+        }
+        Ok(commands)
+    }
+
+    #[test]
+    fn the_readme_names_commands_that_exist() -> Result<()> {
+        let commands = readme_commands()?;
+        let root = root()?;
+        for words in &commands {
+            let line = words.join(" ");
+            let after = |flag: &str| {
+                let place = words.iter().position(|word| word == flag);
+                place.and_then(|place| words.get(place + 1))
+            };
+            match words.get(1).map(String::as_str) {
+                Some("xtask") => {
+                    Cli::try_parse_from(&words[1..]).with_context(|| line.clone())?;
+                }
+                Some("run") => {
+                    let package =
+                        after("-p").map_or(root.clone(), |package| root.join("examples").join(package));
+                    let main = match after("--example") {
+                        Some(example) => root.join("examples").join(example).join("main.rs"),
+                        None => package.join("src").join("main.rs"),
+                    };
+                    assert!(main.is_file(), "{line}: no {}", main.display());
+                }
+                Some("bench") => {
+                    let bench = after("--bench").with_context(|| line.clone())?;
+                    assert!(
+                        root.join("benches").join(bench).with_extension("rs").is_file(),
+                        "{line}"
+                    );
+                }
+                _ => panic!("{line}: no command that this test knows"),
+            }
+        }
+        let tasks = commands.iter().filter(|words| words[1] == "xtask").count();
+        assert!(tasks >= 2, "{commands:?}");
+        Ok(())
+    }
 }
