@@ -59,7 +59,8 @@ struct Params {
     slopes_start: u32,
     sinks_start: u32,
     sinks_stride: u32,
-    padding: u32,
+    // First key head, counted over the whole batch.
+    first_head: u32,
     rule: Rule,
 }
 
@@ -124,7 +125,7 @@ fn find_tile(index: u32) -> Tile {
     tile.split = index % params.splits;
     let rest = index / params.splits;
     tile.row0 = rest % params.row_tiles * 4u;
-    let call_head = rest / params.row_tiles;
+    let call_head = params.first_head + rest / params.row_tiles;
     tile.batch = call_head / params.kv_heads;
     tile.kv_head = call_head % params.kv_heads;
     tile.rows = params.group_size * params.rule.queries;

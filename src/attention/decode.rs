@@ -1,17 +1,50 @@
 //! Few queries, many keys: the keys are split over workgroups, and the splits merged.
 
+use std::ops::Range;
+
 use super::{Attention, fused::FusedCall, rule::BoundRule, whole, window::Window};
 use crate::{
-    AttentionOptions, AttentionShape, Result, Tensor,
+    AttentionOptions, AttentionShape, Gpu, Result, Tensor,
     gpu::Scratch,
-    kernel::{Batch, Binding, Storage},
+    kernel::{Batch, Binding, Storage, most_bytes},
     kernels::{
-        decode, join_words,
+        Chunk, decode, join_words,
         merge_ranges::{self, Lse, Ranges},
         scores::{Operand, Rule},
     },
     tuning::{DecodeTile, RANGES_CHUNK, decode_groups, decode_pays},
 };
+
+/// What all dispatches of a call share: lengths, slopes and sinks, and the rule that finds them.
+struct Words {
+    words: Binding,
+    slopes_start: u32,
+    sinks: Option<(u32, u32)>,
+    rule: Rule,
+}
+
+/// How a chunk's keys are split.
+struct Splits {
+    count: usize,
+    keys: usize,
+    /// Splits at most while a cache of this capacity fills: what is held and built then is held and built from the first
+    /// call on.
+    reach: usize,
+}
+
+impl Splits {
+    fn new(gpu: &Gpu, call: &FusedCall, tile: DecodeTile, keys: &Range<usize>, chunk: &Chunk) -> Self {
+        let group = call.shape.group();
+        let tiles = (group * call.shape.queries).div_ceil(4) * (chunk.head_count / group);
+        let groups = decode_groups(gpu);
+        let of_split = tile.split_keys(keys.len() * tiles, groups);
+        Self {
+            count: keys.len().div_ceil(of_split).max(1),
+            keys: of_split,
+            reach: tile.most_splits(capacity(call.key).max(keys.len()), tiles, groups),
+        }
+    }
+}
 
 impl Attention {
     /// The tile with which a call of these sizes is decoded, if that is what pays.
@@ -28,35 +61,15 @@ impl Attention {
         .flatten()
     }
 
-    /// Adds the call's dispatches and says so, unless it would have to be cut, which the fused kernel does.
+    /// Adds the call's dispatches and says so, unless a key head's keys would have to be cut, which the fused kernel does.
     pub(super) fn decode(&self, batch: &mut Batch, call: &FusedCall) -> Result<bool> {
-        let gpu = &self.gpu;
-        let shape = &call.shape;
-        let Some(tile) = self.decode_tile(shape).filter(|_| call.packed.is_none()) else {
+        let Some(tile) = self.decode_tile(&call.shape).filter(|_| call.packed.is_none()) else {
             return Ok(false);
         };
-        let keys = call.seen().keys(&whole(shape));
-        let window = Window::new(shape, None, &whole(shape), &keys);
-        let rows = window.rows();
-        let work = rows
-            .saturating_mul(keys.len() as u64)
-            .saturating_mul((shape.head_dim + shape.value_dim) as u64);
-        let tiles = (shape.group() * shape.queries).div_ceil(4) * shape.batch * shape.kv_heads;
-        let groups = decode_groups(gpu);
-        let split_keys = tile.split_keys(keys.len() * tiles, groups);
-        let splits = keys.len().div_ceil(split_keys).max(1);
-        // A cache grows from call to call: what is held and built then is held and built from the first one on.
-        let reach = tile.most_splits(capacity(call.key).max(keys.len()), tiles, groups);
-        let bytes = (reach as u64)
-            .saturating_mul(rows)
-            .saturating_mul(shape.value_dim as u64 * 4 + 8);
-        let fits = window.query_fits(gpu, call.query, call.output)
-            && window.key_fits(gpu, call.key, call.value)
-            && window.mask_fits(gpu, call.mask.as_ref());
-        if !fits || work > gpu.dispatch_work() || bytes > RANGES_CHUNK {
+        let keys = call.seen().keys(&whole(&call.shape));
+        let Some(chunks) = self.decode_chunks(call, tile, &keys) else {
             return Ok(false);
-        }
-
+        };
         let bound = call.bound;
         let vectors = [
             bound.lengths.as_ref(),
@@ -64,6 +77,76 @@ impl Attention {
             bound.sinks.as_ref(),
         ];
         let (words, [lengths, slopes, sinks]) = join_words::push(batch, vectors)?;
+        let words = Words {
+            words,
+            slopes_start: slopes.0,
+            sinks: bound.sinks.as_ref().map(|_| sinks),
+            rule: Rule {
+                lengths_start: lengths.0,
+                lengths_stride: lengths.1,
+                ..bound.rule
+            },
+        };
+        for chunk in chunks {
+            self.decode_chunk(batch, call, tile, &keys, chunk, &words)?;
+        }
+        Ok(true)
+    }
+
+    /// Heads that share key heads, as many at a time as can be bound and as a dispatch may have the work of; `None` if one
+    /// key head's are too many.
+    fn decode_chunks(&self, call: &FusedCall, tile: DecodeTile, keys: &Range<usize>) -> Option<Vec<Chunk>> {
+        let gpu = &self.gpu;
+        let shape = &call.shape;
+        let group = shape.group();
+        let mut chunks = Vec::new();
+        let mut left = vec![whole(shape)];
+        while let Some(chunk) = left.pop() {
+            let window = Window::new(shape, None, &chunk, keys);
+            let work = chunk
+                .all_rows()
+                .saturating_mul(keys.len() as u64)
+                .saturating_mul((shape.head_dim + shape.value_dim) as u64);
+            let splits = Splits::new(gpu, call, tile, keys, &chunk);
+            let bytes = (splits.reach as u64)
+                .saturating_mul(chunk.all_rows())
+                .saturating_mul(shape.value_dim as u64 * 4 + 8);
+            let fits = window.query_fits(gpu, call.query, call.output)
+                && window.key_fits(gpu, call.key, call.value)
+                && window.mask_fits(gpu, call.mask.as_ref());
+            if fits && work <= gpu.dispatch_work() && bytes <= RANGES_CHUNK.min(most_bytes(gpu)) {
+                chunks.push(chunk);
+            } else if chunk.head_count > group {
+                let first = (chunk.head_count / group).div_ceil(2) * group;
+                left.push(Chunk {
+                    first_head: chunk.first_head + first,
+                    head_count: chunk.head_count - first,
+                    ..chunk
+                });
+                left.push(Chunk {
+                    head_count: first,
+                    ..chunk
+                });
+            } else {
+                return None;
+            }
+        }
+        Some(chunks)
+    }
+
+    fn decode_chunk(
+        &self,
+        batch: &mut Batch,
+        call: &FusedCall,
+        tile: DecodeTile,
+        keys: &Range<usize>,
+        chunk: Chunk,
+        words: &Words,
+    ) -> Result<()> {
+        let gpu = &self.gpu;
+        let (shape, bound) = (&call.shape, call.bound);
+        let window = Window::new(shape, None, &chunk, keys);
+        let splits = Splits::new(gpu, call, tile, keys, &chunk);
         let (mask, mask_start) = window.bind_mask(gpu, call.mask.as_ref())?;
         let output = window.bind_output(gpu, "output", call.output)?;
         let lse = call
@@ -71,83 +154,80 @@ impl Attention {
             .map(|lse| Lse::bind(gpu, lse, shape.heads, shape.queries))
             .transpose()?;
         let mut dispatch = decode::Call {
-            keys,
-            splits,
-            split_keys,
+            first_head: chunk.first_head,
+            head_count: chunk.head_count,
+            keys: keys.clone(),
+            splits: splits.count,
+            split_keys: splits.keys,
             query: window.bind_query(gpu, "query", call.query)?,
             key: window.bind_key(gpu, "key", call.key)?,
             value: window.bind_key(gpu, "value", call.value)?,
             output: (output.clone(), 0),
             mask,
             key_mask: bound.key_mask.clone(),
-            words,
-            slopes_start: slopes.0,
-            sinks: bound.sinks.as_ref().map(|_| sinks),
+            words: words.words.clone(),
+            slopes_start: words.slopes_start,
+            sinks: words.sinks,
             lse: lse.clone().map(|lse| (lse, 0)),
             rule: Rule {
-                lengths_start: lengths.0,
-                lengths_stride: lengths.1,
                 mask_start,
-                ..bound.rule
+                ..words.rule
             },
         };
-        if reach == 1 {
-            dispatch.push(batch, tile, shape)?;
-            return Ok(true);
+        if splits.reach == 1 {
+            return dispatch.push(batch, tile, shape);
         }
-        let cols = shape.value_dim as u64;
-        let output_bytes = reach as u64 * rows * cols * 4;
+        let (rows, cols) = (chunk.all_rows(), shape.value_dim as u64);
+        let output_bytes = splits.reach as u64 * rows * cols * 4;
         let outputs = batch.scratch(Scratch::RangeOutputs, output_bytes)?;
         let outputs = Binding::prefix(gpu, "outputs of splits of the keys", &outputs, output_bytes)?;
-        let sums_bytes = reach as u64 * rows * 8;
+        let sums_bytes = splits.reach as u64 * rows * 8;
         let sums = batch.scratch(Scratch::RangeSums, sums_bytes)?;
         let sums = Binding::prefix(gpu, "sums of splits of the keys", &sums, sums_bytes)?;
-        if splits == 1 {
+        if splits.count == 1 {
             if !batch.is_planned() {
                 gpu.kernel(&merge_ranges::variant(output.storage))?;
             }
-            dispatch.push(batch, tile, shape)?;
-            return Ok(true);
+            return dispatch.push(batch, tile, shape);
         }
         let of_head = shape.queries as u32;
-        let of_batch = of_head * shape.heads as u32;
+        let of_batch = of_head.wrapping_mul(shape.heads as u32);
         let width = cols as u32;
+        // The chunk's first head lies at the start; counts wrap as the kernel's do.
+        let place = (chunk.first_head as u32).wrapping_mul(of_head).wrapping_neg();
         dispatch.output = (
             Operand {
                 binding: outputs.clone(),
                 storage: Storage::F32,
-                start: 0,
-                strides: [of_batch * width, of_head * width, width, 1],
+                start: place.wrapping_mul(width),
+                strides: [
+                    of_batch.wrapping_mul(width),
+                    of_head.wrapping_mul(width),
+                    width,
+                    1,
+                ],
             },
-            rows as u32 * width,
+            (rows as u32).wrapping_mul(width),
         );
         dispatch.lse = Some((
             Lse {
                 binding: sums.clone(),
-                start: 0,
-                batch: 2 * of_batch,
-                head: 2 * of_head,
+                start: place.wrapping_mul(2),
+                batch: of_batch.wrapping_mul(2),
+                head: of_head.wrapping_mul(2),
             },
             2 * rows as u32,
         ));
         dispatch.sinks = None;
         dispatch.push(batch, tile, shape)?;
         let ranges = Ranges {
-            chunk: whole(shape),
-            count: splits,
+            chunk,
+            count: splits.count,
             outputs,
             sums,
         };
-        merge_ranges::push(
-            batch,
-            ranges,
-            shape.heads,
-            shape.value_dim,
-            &output,
-            &lse,
-            &bound.sinks,
-        )?;
-        Ok(true)
+        let (heads, value_dim) = (shape.heads, shape.value_dim);
+        merge_ranges::push(batch, ranges, heads, value_dim, &output, &lse, &bound.sinks)
     }
 
     /// Storage of a call's tensors.

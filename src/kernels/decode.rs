@@ -63,7 +63,7 @@ params! {
         slopes_start: u32,
         sinks_start: u32,
         sinks_stride: u32,
-        padding: u32,
+        first_head: u32,
     }
     rule: Rule
 }
@@ -99,6 +99,9 @@ pub(crate) fn variant(tile: DecodeTile, plain: bool, [query, key, value, output]
 
 /// One dispatch: what the kernel reads and writes, bound.
 pub(crate) struct Call {
+    /// Query heads over the whole batch, all that share a key head among them.
+    pub(crate) first_head: usize,
+    pub(crate) head_count: usize,
     /// First key and the one after the last, in `splits` of `split_keys`.
     pub(crate) keys: std::ops::Range<usize>,
     pub(crate) splits: usize,
@@ -134,7 +137,7 @@ impl Call {
     /// Adds the dispatch.
     pub(crate) fn push(self, batch: &mut Batch, tile: DecodeTile, shape: &AttentionShape) -> Result<()> {
         let row_tiles = tiles(shape.group() * shape.queries, ROWS);
-        let groups = (shape.batch as u64 * shape.kv_heads as u64)
+        let groups = ((self.head_count / shape.group()) as u64)
             .saturating_mul(row_tiles)
             .saturating_mul(self.splits as u64);
         let storages = self.storages();
@@ -191,7 +194,7 @@ impl Call {
                 slopes_start: self.slopes_start,
                 sinks_start: self.sinks.map_or(0, |(start, _)| start),
                 sinks_stride: self.sinks.map_or(0, |(_, stride)| stride),
-                padding: 0,
+                first_head: (self.first_head / shape.group()) as u32,
                 rule: self.rule,
             },
             vec![

@@ -605,7 +605,7 @@ fn a_thousand_steps_build_no_pipeline_and_hold_memory_flat() {
     cache.warm_up(DType::F32).unwrap();
     let prompt = Tensor::zeros(&gpu, DType::F32, &[1, 1_000, 16]).unwrap();
     let token = Tensor::upload(&gpu, &[0.5f32; 16], &[1, 1, 16]).unwrap();
-    // The longest prompt and the longest step take what memory they need.
+    // The longest prompt and one step take what memory they need.
     for tokens in [prompt.slice(1, 0..999).unwrap(), token.clone()] {
         layer.step(&tokens, &mut cache).unwrap();
     }

@@ -71,6 +71,13 @@ fn bindings_beyond_the_limit_are_split_by_batch_head_rows_or_keys() {
     rows.push(("a short boolean mask, halves", call.clone()));
     (call.past, call.mask_ones) = (130, [true, true, false, false]);
     rows.push(("past keys, a broadcast mask", call));
+    let mut few = base(grouped(3, 4, 2, 2, 120, [16, 8]));
+    few.sinks = true;
+    rows.push(("few queries, by key heads", few));
+    rows.push((
+        "one query, by key heads",
+        base(grouped(9, 3, 1, 1, 200, [16, 16])),
+    ));
     let failures: Vec<String> = rows
         .iter()
         .filter_map(|(name, call)| call.check(&gpu).err().map(|error| format!("{name}: {error}")))
