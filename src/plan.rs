@@ -73,13 +73,18 @@ impl fmt::Display for Plan {
         let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
         write!(
             f,
-            "{:?}: inputs {:.2} MiB, outputs {:.2} MiB, scratch {:.2} MiB, peak {:.2} MiB, {} dispatches",
+            "{:?}: inputs {:.2} MiB, outputs {:.2} MiB, scratch {:.2} MiB, peak {:.2} MiB, {} {}",
             self.path,
             mib(self.inputs),
             mib(self.outputs),
             mib(self.scratch),
             mib(self.peak()),
-            self.dispatches
+            self.dispatches,
+            if self.dispatches == 1 {
+                "dispatch"
+            } else {
+                "dispatches"
+            }
         )?;
         if self.path == AttentionPath::Fused {
             write!(
