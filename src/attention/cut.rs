@@ -51,7 +51,15 @@ impl Cutter<'_> {
     }
 
     fn cut(&self, chunk: Chunk, parts: &mut Vec<Part>) {
-        let ranges = self.ranges(&chunk);
+        let mut ranges = self.ranges(&chunk);
+        // Heads that lie side by side in memory cannot be bound apart: then it is the keys that are cut first.
+        let one_head = Chunk {
+            head_count: 1,
+            ..chunk
+        };
+        if !ranges.iter().all(|range| self.range_fits(&one_head, range)) {
+            ranges = self.shorter(&one_head, ranges);
+        }
         let too_much = self.work(&chunk) > self.gpu.dispatch_work();
         if !too_much && self.fits(&chunk, &ranges) {
             parts.push(Part { chunk, ranges });
@@ -63,10 +71,7 @@ impl Cutter<'_> {
                     self.cut(half, parts);
                 }
             }
-            None => parts.push(Part {
-                ranges: self.shorter(&chunk, ranges),
-                chunk,
-            }),
+            None => parts.push(Part { chunk, ranges }),
         }
     }
 
