@@ -9,6 +9,7 @@ use super::{
 };
 use crate::{
     AttentionShape, CuSeqlens, Gpu, Tensor,
+    kernel::most_bytes,
     kernels::Chunk,
     tuning::{FlashTile, RANGES_CHUNK},
 };
@@ -158,7 +159,7 @@ impl Cutter<'_> {
                     .rows()
                     .saturating_mul(ranges.len() as u64)
                     .saturating_mul(self.shape.value_dim as u64 * 4 + 8)
-                    <= RANGES_CHUNK)
+                    <= RANGES_CHUNK.min(most_bytes(self.gpu)))
     }
 
     /// Multiply-adds of a chunk, those of padding rows included.
