@@ -179,7 +179,9 @@ fn masked(tile: Tile, j: u32, inside: bool, dots: vec4<f32>) -> vec4<u32> {
         bits = vec4<u32>(row_score(tile, 0u, j, dots.x), row_score(tile, 1u, j, dots.y),
             row_score(tile, 2u, j, dots.z), row_score(tile, 3u, j, dots.w));
     }
-    return select(vec4<u32>(HIDDEN), bits, inside);
+    // Keys between a sequence's length and those that are always visible do not exist.
+    let exists = inside & ((j < tile.head.length) | (j >= params.rule.maskable));
+    return select(vec4<u32>(HIDDEN), bits, exists);
 }
 
 // The higher of a maximum and the scores that are visible.

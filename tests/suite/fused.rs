@@ -114,6 +114,25 @@ fn what_is_not_finite_surfaces_across_ranges_of_keys() {
     }
 }
 
+/// A few queries whose keys end before those that nothing hides, in one split and in several.
+#[test]
+fn lengths_end_before_the_keys_that_are_always_visible() {
+    for (queries, keys) in [(1, 9), (3, 70), (1, 1300), (20, 40)] {
+        for always in [0, 1, 5] {
+            for group in [1, 3] {
+                let mut call = Call::new(grouped(3, 2, group, queries, keys, [8, 8]));
+                call.lengths = true;
+                call.options = AttentionOptions::new().always_visible_keys(always);
+                call.check(gpu()).unwrap_or_else(|error| {
+                    panic!(
+                        "{queries} queries, {keys} keys, {always} always visible, groups of {group}: {error}"
+                    )
+                });
+            }
+        }
+    }
+}
+
 /// Cutting by work changes where rows are computed and not what is computed.
 #[test]
 fn a_call_cut_into_many_dispatches_has_the_same_bits() {
