@@ -1897,9 +1897,14 @@ fn f086_thousands_of_calls_need_no_more_memory() {
         }
         after.push(held());
     }
-    // How much is in flight at a time varies a little; growth by call would show between any two.
+    // How much is in flight at a time, and so its padding, varies a little; but 500 calls that keep something keep more than
+    // a byte each.
+    let grown = |from: usize| {
+        let bytes = |at: usize| after[at].0 + after[at].1.unwrap_or(0);
+        bytes(3).saturating_sub(bytes(from))
+    };
     assert!(
-        after[3] <= after[0] || after[3] <= after[1] || after[3] <= after[2],
+        (0..3).any(|from| grown(from) < 500),
         "(scratch, all) bytes grow: {after:?}"
     );
 }
