@@ -148,15 +148,6 @@ pub(crate) fn linear(gpu: &Gpu, tile: Tile, storages: [Storage; 4]) -> Result<()
     compare(&variant, &y, &truth)
 }
 
-fn whole(shape: &AttentionShape) -> Chunk {
-    Chunk {
-        first_head: 0,
-        head_count: shape.batch * shape.heads,
-        first_row: 0,
-        rows: shape.queries,
-    }
-}
-
 pub(crate) fn scores(gpu: &Gpu, tile: Tile, storages: [Storage; 2]) -> Result<()> {
     let variant = scores_kernel::variant(tile, storages[0], storages[1]);
     let shape = AttentionShape {
@@ -185,7 +176,15 @@ pub(crate) fn scores(gpu: &Gpu, tile: Tile, storages: [Storage; 2]) -> Result<()
     };
     let mut batch = Batch::new(gpu);
     let (binding, start) = Binding::output(gpu, "a self-check's output", &output)?;
-    scores_kernel::push(&mut batch, tile, &shape, whole(&shape), &inputs, binding, start)?;
+    scores_kernel::push(
+        &mut batch,
+        tile,
+        &shape,
+        Chunk::whole(&shape),
+        &inputs,
+        binding,
+        start,
+    )?;
     run(batch)?;
     let (q, k) = (wide(&q), wide(&k));
     let v = vec![0.0; k.len()];
@@ -212,7 +211,15 @@ pub(crate) fn weighted_sum(gpu: &Gpu, tile: Tile, storages: [Storage; 2]) -> Res
     let mut batch = Batch::new(gpu);
     let weights = Binding::tensor(gpu, "a self-check's operand", &weights)?;
     let (value, sum) = (operand(gpu, &value)?, operand(gpu, &output)?);
-    weighted_sum_kernel::push(&mut batch, tile, &shape, whole(&shape), weights, &value, &sum)?;
+    weighted_sum_kernel::push(
+        &mut batch,
+        tile,
+        &shape,
+        Chunk::whole(&shape),
+        weights,
+        &value,
+        &sum,
+    )?;
     run(batch)?;
     let truth = reference::weighted_sum(&wide(&w), &wide(&v), &shape)?;
     compare(&variant, &output, &truth)

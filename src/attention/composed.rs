@@ -3,7 +3,6 @@
 use super::{
     Attention,
     rule::BoundRule,
-    whole,
     window::{BroadcastMask, Window},
 };
 use crate::{
@@ -55,7 +54,7 @@ impl Attention {
         let kept = outputs.weights.is_some() || outputs.mean_weights.is_some();
         let chunks = self.chunks(call)?;
         let rows = if kept {
-            whole(shape).all_rows()
+            Chunk::whole(shape).all_rows()
         } else {
             chunks.iter().map(Chunk::all_rows).max().unwrap_or(0)
         };
@@ -135,7 +134,7 @@ impl Attention {
         // Whole tiles, so that none but the last is half empty.
         let rows = if rows >= 64 { rows / 64 * 64 } else { rows };
         let mut chunks = Vec::new();
-        let mut left = vec![whole(shape)];
+        let mut left = vec![Chunk::whole(shape)];
         while let Some(chunk) = left.pop() {
             let window = Window::new(shape, None, &chunk, &(0..shape.keys));
             let fits = window.query_fits(gpu, call.query, call.output)

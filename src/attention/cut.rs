@@ -47,7 +47,7 @@ impl Cutter<'_> {
     /// The parts of the whole call.
     pub(super) fn parts(&self) -> Vec<Part> {
         let mut parts = Vec::new();
-        self.cut(super::whole(&self.shape), &mut parts);
+        self.cut(Chunk::whole(&self.shape), &mut parts);
         parts
     }
 

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use super::{Attention, fused::FusedCall, rule::BoundRule, whole, window::Window};
+use super::{Attention, fused::FusedCall, rule::BoundRule, window::Window};
 use crate::{
     AttentionOptions, AttentionShape, Gpu, Result, Tensor,
     gpu::Scratch,
@@ -66,7 +66,7 @@ impl Attention {
         let Some(tile) = self.decode_tile(&call.shape).filter(|_| call.packed.is_none()) else {
             return Ok(false);
         };
-        let keys = call.seen().keys(&whole(&call.shape));
+        let keys = call.seen().keys(&Chunk::whole(&call.shape));
         let Some(chunks) = self.decode_chunks(call, tile, &keys) else {
             return Ok(false);
         };
@@ -100,7 +100,7 @@ impl Attention {
         let shape = &call.shape;
         let group = shape.group();
         let mut chunks = Vec::new();
-        let mut left = vec![whole(shape)];
+        let mut left = vec![Chunk::whole(shape)];
         while let Some(chunk) = left.pop() {
             let window = Window::new(shape, None, &chunk, keys);
             let work = chunk
@@ -240,8 +240,11 @@ impl Attention {
 
 /// Rows for which a head of `[B, H, L, D]` has room in memory, as in a cache of which `L` rows are used.
 fn capacity(tensor: &Tensor) -> usize {
-    let strides = tensor.strides();
-    strides[1].checked_div(strides[2]).unwrap_or(0)
+    match tensor.strides() {
+        &[_, head, row, 1] => head.checked_div(row).unwrap_or(0),
+        // Vectors that do not lie in one piece are no cache's.
+        _ => 0,
+    }
 }
 
 /// A decoded call without masks and lengths: what checks a variant.

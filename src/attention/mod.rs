@@ -22,7 +22,7 @@ use crate::{
     AttentionInputs, AttentionOptions, AttentionOutputs, AttentionShape, DType, Gpu, Result, Tensor,
     gpu::Scratch,
     kernel::{Batch, Storage},
-    kernels::{self, Chunk, copy, flash, merge_ranges, scores, scores::Rule, softmax, weighted_sum},
+    kernels::{self, copy, flash, merge_ranges, scores, scores::Rule, softmax, weighted_sum},
     shape::product,
 };
 
@@ -375,13 +375,4 @@ fn join(
     }
     copy::push(batch, what, new, &joined.slice(2, past_len..shape[2])?)?;
     Ok(joined)
-}
-
-fn whole(shape: &AttentionShape) -> Chunk {
-    Chunk {
-        first_head: 0,
-        head_count: shape.batch * shape.heads,
-        first_row: 0,
-        rows: shape.queries,
-    }
 }

@@ -18,7 +18,7 @@ pub(crate) mod weighted_sum;
 mod tests;
 
 use crate::{
-    Gpu, Result, Tensor,
+    AttentionShape, Gpu, Result, Tensor,
     kernel::{Binding, Storage, Variant},
     tuning::Tile,
 };
@@ -66,6 +66,16 @@ pub(crate) struct Chunk {
 }
 
 impl Chunk {
+    /// All rows of a call.
+    pub(crate) fn whole(shape: &AttentionShape) -> Self {
+        Self {
+            first_head: 0,
+            head_count: shape.batch * shape.heads,
+            first_row: 0,
+            rows: shape.queries,
+        }
+    }
+
     /// Rows over all its heads.
     pub(crate) fn all_rows(&self) -> u64 {
         self.head_count as u64 * self.rows as u64
