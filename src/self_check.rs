@@ -225,22 +225,20 @@ pub(crate) fn weighted_sum(gpu: &Gpu, tile: Tile, storages: [Storage; 2]) -> Res
     compare(&variant, &output, &truth)
 }
 
-pub(crate) fn flash(gpu: &Gpu, tile: FlashTile, plain: bool, storages: flash::Storages) -> Result<()> {
-    let variant = flash::variant(tile, plain, storages);
-    let (head_dim, value_dim) = tile.awkward_dims();
-    let shape = AttentionShape {
-        queries: tile.rows() as usize + 3,
-        keys: 2 * tile.keys() as usize + 3,
-        kv_heads: 1,
-        value_dim,
-        ..AttentionShape::new(1, 2, 0, head_dim)
-    };
+/// Runs a call of an attention kernel that `record` adds and compares its output.
+fn attend(
+    gpu: &Gpu,
+    variant: &Variant,
+    shape: AttentionShape,
+    plain: bool,
+    [query, key, value, output]: flash::Storages,
+    record: impl FnOnce(&mut Batch, &AttentionOptions, [&Tensor; 4]) -> Result<()>,
+) -> Result<()> {
     let options = if plain {
         AttentionOptions::new()
     } else {
         AttentionOptions::new().causal(Causal::BottomRight).softcap(5.0)
     };
-    let [query, key, value, output] = storages;
     let (mut q, mut k, mut v) = (
         numbers(shape.query().iter().product(), 1),
         numbers(shape.key().iter().product(), 2),
@@ -251,42 +249,50 @@ pub(crate) fn flash(gpu: &Gpu, tile: FlashTile, plain: bool, storages: flash::St
     let value = upload(gpu, value, &mut v, &shape.value())?;
     let output = Tensor::zeros(gpu, dtype(output), &shape.output())?;
     let mut batch = Batch::new(gpu);
-    check_fused(&mut batch, tile, &options, shape, [&query, &key, &value, &output])?;
+    record(&mut batch, &options, [&query, &key, &value, &output])?;
     run(batch)?;
     let (q, k, v) = (wide(&q), wide(&k), wide(&v));
     let truth = reference::Attention::new(shape, &options, &q, &k, &v).run()?;
-    compare(&variant, &output, &truth.output)
+    compare(variant, &output, &truth.output)
+}
+
+pub(crate) fn flash(gpu: &Gpu, tile: FlashTile, plain: bool, storages: flash::Storages) -> Result<()> {
+    let variant = flash::variant(tile, plain, storages);
+    let (head_dim, value_dim) = tile.awkward_dims();
+    let shape = AttentionShape {
+        queries: tile.rows() as usize + 3,
+        keys: 2 * tile.keys() as usize + 3,
+        kv_heads: 1,
+        value_dim,
+        ..AttentionShape::new(1, 2, 0, head_dim)
+    };
+    attend(
+        gpu,
+        &variant,
+        shape,
+        plain,
+        storages,
+        |batch, options, tensors| check_fused(batch, tile, options, shape, tensors),
+    )
 }
 
 fn decode(gpu: &Gpu, tile: DecodeTile, plain: bool, storage: Storage) -> Result<()> {
     let variant = decode::variant(tile, plain, [storage; 4]);
-    let size = tile.size() as usize - 3;
+    let one_row = tile.rows() == 1;
     let shape = AttentionShape {
-        queries: if tile.rows() == 1 { 1 } else { 3 },
+        queries: if one_row { 1 } else { 3 },
         keys: 1100,
-        kv_heads: if tile.rows() == 1 { 2 } else { 1 },
-        ..AttentionShape::new(1, 2, 0, size)
+        kv_heads: if one_row { 2 } else { 1 },
+        ..AttentionShape::new(1, 2, 0, tile.size() as usize - 3)
     };
-    let options = if plain {
-        AttentionOptions::new()
-    } else {
-        AttentionOptions::new().causal(Causal::BottomRight).softcap(5.0)
-    };
-    let (mut q, mut k, mut v) = (
-        numbers(shape.query().iter().product(), 1),
-        numbers(shape.key().iter().product(), 2),
-        numbers(shape.value().iter().product(), 3),
-    );
-    let query = upload(gpu, storage, &mut q, &shape.query())?;
-    let key = upload(gpu, storage, &mut k, &shape.key())?;
-    let value = upload(gpu, storage, &mut v, &shape.value())?;
-    let output = Tensor::zeros(gpu, dtype(storage), &shape.output())?;
-    let mut batch = Batch::new(gpu);
-    check_decode(&mut batch, &options, shape, [&query, &key, &value, &output])?;
-    run(batch)?;
-    let (q, k, v) = (wide(&q), wide(&k), wide(&v));
-    let truth = reference::Attention::new(shape, &options, &q, &k, &v).run()?;
-    compare(&variant, &output, &truth.output)
+    attend(
+        gpu,
+        &variant,
+        shape,
+        plain,
+        [storage; 4],
+        |batch, options, tensors| check_decode(batch, options, shape, tensors).map(drop),
+    )
 }
 
 /// The computation that checks one variant.
