@@ -9,12 +9,12 @@
 // A benchmark's result is what it prints.
 #![allow(clippy::print_stdout)]
 
-mod budget;
+pub(crate) mod budget;
 mod call;
 mod chart;
 mod measure;
-mod report;
-mod workload;
+pub(crate) mod report;
+pub(crate) mod workload;
 
 use std::io::IsTerminal;
 use std::path::PathBuf;
