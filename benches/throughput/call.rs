@@ -99,11 +99,12 @@ fn largest_difference(got: &Tensor, truth: &[f64]) -> Result<f64> {
         got.download::<f32>()?.into_iter().map(f64::from).collect()
     };
     let differences = got.iter().zip(truth).map(|(got, truth)| (got - truth).abs());
-    // A NaN is the largest difference of all, which `f64::max` would pass over.
-    Ok(differences.fold(
-        0.0,
-        |most, next| if next > most || next.is_nan() { next } else { most },
-    ))
+    Ok(differences.fold(0.0, worse))
+}
+
+/// The larger one, NaN being the largest of all, which `f64::max` passes over.
+fn worse(a: f64, b: f64) -> f64 {
+    if a.is_nan() || b <= a { a } else { b }
 }
 
 fn layer(gpu: &Gpu, batch: usize, length: usize, config: MultiHeadAttentionConfig) -> Result<Prepared> {
@@ -140,7 +141,7 @@ fn layer(gpu: &Gpu, batch: usize, length: usize, config: MultiHeadAttentionConfi
         let mut largest = 0f64;
         for (row, truth) in rows.into_iter().zip(truth.chunks(embed)) {
             let got = output.slice(0, batch - 1..batch)?.slice(1, row..row + 1)?;
-            largest = largest.max(largest_difference(&got, truth)?);
+            largest = worse(largest, largest_difference(&got, truth)?);
         }
         Ok(largest)
     };
@@ -166,7 +167,10 @@ fn projection(gpu: &Gpu, rows: usize, outputs: usize, inputs: usize) -> Result<P
         for row in sample(rows) {
             let x = x_values.wide(row * inputs, inputs);
             let truth = reference::linear(&x, &weight, Some(&bias), 1, inputs, outputs)?;
-            largest = largest.max(largest_difference(&output.slice(0, row..row + 1)?, &truth)?);
+            largest = worse(
+                largest,
+                largest_difference(&output.slice(0, row..row + 1)?, &truth)?,
+            );
         }
         Ok(largest)
     };
@@ -215,7 +219,7 @@ fn attention(gpu: &Gpu, path: AttentionPath, call: Call) -> Result<Prepared> {
                 .slice(0, batch - 1..batch)?
                 .slice(1, row..row + 1)?
                 .slice(2, columns)?;
-            largest = largest.max(largest_difference(&got, &truth.output)?);
+            largest = worse(largest, largest_difference(&got, &truth.output)?);
         }
         Ok(largest)
     };

@@ -229,10 +229,8 @@ mod tests {
                 }
                 Some("bench") => {
                     let bench = after("--bench").with_context(|| line.clone())?;
-                    assert!(
-                        root.join("benches").join(bench).with_extension("rs").is_file(),
-                        "{line}"
-                    );
+                    let main = root.join("benches").join(bench).join("main.rs");
+                    assert!(main.is_file(), "{line}: no {}", main.display());
                 }
                 _ => panic!("{line}: no command that this test knows"),
             }
