@@ -18,6 +18,8 @@ pub(crate) struct Report {
     checks: Vec<Check>,
     /// What is still to be done; in the end, what the time did not suffice for.
     not_reached: Vec<String>,
+    /// The step that was at hand when the time was up, and the seconds that it had taken.
+    cut_short: Option<(String, f64)>,
     problems: Vec<String>,
     seconds: f64,
 }
@@ -83,6 +85,7 @@ impl Report {
             calls: Vec::new(),
             checks: Vec::new(),
             not_reached: Vec::new(),
+            cut_short: None,
             problems: Vec::new(),
             seconds: 0.0,
         }
@@ -125,8 +128,8 @@ impl Report {
         report
     }
 
-    /// The products come first: they build in a second where the fused kernels take many. Ends early if `goes_on` says
-    /// that it should.
+    /// The products come first: they build in a second where the kernels of the fused path take many. Ends early if
+    /// `goes_on` says that it should.
     fn examine(
         &mut self,
         gpu: &Gpu,
@@ -136,7 +139,7 @@ impl Report {
         let (products, mut rest): (Vec<_>, Vec<_>) = gpu
             .pending_checks()
             .into_iter()
-            .partition(|check| check.is_first_choice() && !check.variant().contains(" flash "));
+            .partition(|check| check.is_first_choice() && !is_fused(&check.variant()));
         let calls: Vec<_> = [DType::F32, DType::F16]
             .into_iter()
             .flat_map(|dtype| calls().into_iter().map(move |call| (dtype, call)))
@@ -220,6 +223,16 @@ impl Report {
         self.problem(problem);
     }
 
+    /// Notes that the time was up in the middle of a step, `elapsed` after the start.
+    pub(crate) fn cut_short(&mut self, elapsed: Duration) {
+        let elapsed = elapsed.as_secs_f64();
+        if !self.not_reached.is_empty() {
+            let step = self.not_reached.remove(0);
+            self.cut_short = Some((step, elapsed - self.seconds));
+        }
+        self.seconds = elapsed;
+    }
+
     fn call(&mut self, call: String, choice: Choice) {
         for passed_over in &choice.passed_over {
             self.problem(passed_over.clone());
@@ -295,8 +308,23 @@ impl Report {
             let word = if check.failure.is_some() { "WRONG" } else { "right" };
             writeln!(out, "{word} {:6.2} s  {}", check.seconds, check.variant)?;
         }
-        for variant in &self.not_reached {
-            writeln!(out, "not reached    {variant}")?;
+        if let Some((step, seconds)) = &self.cut_short {
+            writeln!(out, "cut short after {seconds:.0} s  {step}")?;
+        }
+        // There are more than a hundred variants: which ones, JSON tells.
+        let mut kernels: Vec<(&str, usize)> = Vec::new();
+        for step in &self.not_reached {
+            match kernel(step) {
+                None => writeln!(out, "not reached    {step}")?,
+                Some(kernel) => match kernels.iter_mut().find(|(name, _)| *name == kernel) {
+                    Some((_, count)) => *count += 1,
+                    None => kernels.push((kernel, 1)),
+                },
+            }
+        }
+        for (kernel, count) in kernels {
+            let variants = if count == 1 { "variant" } else { "variants" };
+            writeln!(out, "not reached    {count} {variants} of {kernel}")?;
         }
         writeln!(
             out,
@@ -393,6 +421,16 @@ impl Device {
         }
         Ok(())
     }
+}
+
+/// The kernel of a variant's label, `multihead KERNEL ...`.
+fn kernel(step: &str) -> Option<&str> {
+    step.strip_prefix("multihead ")?.split(' ').next()
+}
+
+/// Whether it is a variant of the fused path.
+fn is_fused(variant: &str) -> bool {
+    matches!(kernel(variant), Some("flash" | "decode"))
 }
 
 /// Drivers' and compilers' words may hold anything: a line of the report stays a line, and the fence closed.

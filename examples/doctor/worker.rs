@@ -44,9 +44,15 @@ pub(crate) fn supervise(mut command: Command, budget: Duration, mut progress: im
                 // It may have ended by itself in the meantime.
                 let _ = child.kill();
                 let _ = child.wait();
-                return last.unwrap_or_else(|| {
-                    Report::without_device("no device answered in time: raise --budget, or the driver hangs")
-                });
+                return match last {
+                    Some(mut report) => {
+                        report.cut_short(start.elapsed());
+                        report
+                    }
+                    None => Report::without_device(
+                        "no device answered in time: raise --budget, or the driver hangs",
+                    ),
+                };
             }
             Err(RecvTimeoutError::Disconnected) => break,
         }
