@@ -145,7 +145,7 @@ impl MultiHeadAttention {
     ///
     /// let layer = MultiHeadAttention::seeded(&gpu, MultiHeadAttentionConfig::new(8, 2), 1)?;
     /// let mut cache = layer.kv_cache(2, 64, DType::F32)?;
-    /// let x = Tensor::zeros(&gpu, DType::F32, &[2, 5, 8])?; // prompts of 5 and of 3 tokens, the latter behind 2 rows of padding
+    /// let x = Tensor::zeros(&gpu, DType::F32, &[2, 5, 8])?; // 5 tokens, and 3 behind 2 rows of padding
     /// let y = layer.step_ragged(&x, &[5, 3], &mut cache)?;
     /// assert_eq!(y.shape(), [2, 5, 8]);
     /// assert_eq!(cache.lens(), [5, 3]);
