@@ -16,6 +16,7 @@ use crate::{
 ///
 /// let shape = KvCacheShape::new(4, 8, 4096, 128); // sequences, key/value heads, positions, head size
 /// assert_eq!(shape.keys(), [4, 8, 4096, 128]);
+/// assert_eq!(KvCacheShape { value_dim: 64, ..shape }.values(), [4, 8, 4096, 64]);
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct KvCacheShape {
@@ -216,6 +217,26 @@ impl KvCache {
     /// Rotates keys by their position as they are appended. Queries are rotated with the same [`Rotary`], by
     /// [`KvCache::query_positions`].
     ///
+    /// ```
+    /// # fn main() -> multihead::Result<()> {
+    /// # let gpu = multihead::Gpu::new()?;
+    /// use multihead::{DType, KvCache, KvCacheShape, Rotary, RotaryOptions, Tensor};
+    ///
+    /// let rotary = Rotary::new(&gpu, RotaryOptions::new(4), 64)?;
+    /// let shape = KvCacheShape::new(1, 2, 64, 4);
+    /// let mut cache = KvCache::new(&gpu, shape, DType::F32)?.with_rotary(rotary.clone())?;
+    /// let x = Tensor::upload(&gpu, &[1.0f32; 2 * 3 * 4], &[1, 2, 3, 4])?; // queries and keys
+    ///
+    /// let mut encoder = gpu.encoder(); // or your own
+    /// cache.append(&mut encoder, &x, &x)?; // positions 0, 1 and 2
+    /// gpu.submit(encoder)?;
+    /// let queries = rotary.run(&x, cache.query_positions())?.download::<f32>()?;
+    /// let keys = cache.keys().download::<f32>()?;
+    /// assert!(queries.iter().zip(keys).all(|(q, k)| (q - k).abs() < 1e-6));
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
     /// # Errors
     ///
     /// [`Error::Shape`] if it rotates more than a head has, or has tables for each sequence; [`Error::WrongDevice`];
@@ -232,6 +253,23 @@ impl KvCache {
     }
 
     /// Builds the pipelines that append tensors of this type ahead of the first call.
+    ///
+    /// ```
+    /// # fn main() -> multihead::Result<()> {
+    /// use multihead::{DType, Gpu, KvCache, KvCacheShape, Tensor};
+    ///
+    /// let gpu = Gpu::new()?;
+    /// let mut cache = KvCache::new(&gpu, KvCacheShape::new(1, 2, 64, 4), DType::F16)?;
+    /// cache.warm_up(DType::F32)?;
+    /// let built = gpu.pipelines();
+    /// let x = Tensor::zeros(&gpu, DType::F32, &[1, 2, 3, 4])?;
+    /// let mut encoder = gpu.encoder();
+    /// cache.append(&mut encoder, &x, &x)?;
+    /// gpu.submit(encoder)?;
+    /// assert_eq!(gpu.pipelines(), built); // the append built none
+    /// # Ok(())
+    /// # }
+    /// ```
     ///
     /// # Errors
     ///
@@ -255,6 +293,22 @@ impl KvCache {
     }
 
     /// Its sizes.
+    ///
+    /// ```
+    /// # fn main() -> multihead::Result<()> {
+    /// # let gpu = multihead::Gpu::new()?;
+    /// use multihead::{DType, KvCache, KvCacheShape};
+    ///
+    /// let cache = KvCache::rolling(&gpu, KvCacheShape::new(2, 4, 32, 16), DType::F16, 24)?;
+    /// assert_eq!((cache.shape().capacity, cache.dtype()), (32, DType::F16));
+    /// assert_eq!((cache.window(), cache.max_chunk()), (Some(24), 32 - 24 + 1));
+    /// assert_eq!(cache.bytes(), 2 * (2 * 4 * 32 * 16) * 2); // keys and values
+    /// assert_eq!(cache.lens(), [0, 0]);
+    /// assert!(cache.is_empty() && cache.rotary().is_none());
+    /// assert_eq!(cache.gpu(), &gpu);
+    /// # Ok(())
+    /// # }
+    /// ```
     pub fn shape(&self) -> KvCacheShape {
         self.shape
     }
@@ -434,6 +488,23 @@ impl KvCache {
     ///       0        . . .
     /// ```
     ///
+    /// ```
+    /// # fn main() -> multihead::Result<()> {
+    /// # let gpu = multihead::Gpu::new()?;
+    /// use multihead::{DType, KvCache, KvCacheShape, Tensor};
+    ///
+    /// let mut cache = KvCache::new(&gpu, KvCacheShape::new(3, 1, 64, 1), DType::F32)?;
+    /// let rows = [1.0f32, 2.0, 3.0, 0.0, 0.0, 4.0, 0.0, 0.0, 0.0]; // those of the picture
+    /// let x = Tensor::upload(&gpu, &rows, &[3, 1, 3, 1])?;
+    /// let mut encoder = gpu.encoder(); // or your own
+    /// cache.append_ragged(&mut encoder, &x, &x, &[3, 1, 0])?;
+    /// gpu.submit(encoder)?;
+    /// assert_eq!(cache.lens(), [3, 1, 0]);
+    /// assert_eq!(cache.keys().slice(0, 1..2)?.slice(2, 0..1)?.download::<f32>()?, [4.0]);
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
     /// # Errors
     ///
     /// As [`KvCache::append`], and [`Error::Shape`] for counts that do not fit.
@@ -567,6 +638,25 @@ impl KvCache {
     /// Takes back the last `n` positions of every sequence (tokens that were proposed and refused). Concerns what is
     /// recorded from now on.
     ///
+    /// ```
+    /// # fn main() -> multihead::Result<()> {
+    /// # let gpu = multihead::Gpu::new()?;
+    /// use multihead::{DType, KvCache, KvCacheShape, Tensor};
+    ///
+    /// let mut cache = KvCache::new(&gpu, KvCacheShape::new(2, 1, 64, 4), DType::F32)?;
+    /// let x = Tensor::zeros(&gpu, DType::F32, &[2, 1, 5, 4])?;
+    /// let mut encoder = gpu.encoder();
+    /// cache.append(&mut encoder, &x, &x)?;
+    /// gpu.submit(encoder)?;
+    /// cache.rewind(2)?;
+    /// assert_eq!(cache.lens(), [3, 3]);
+    /// cache.truncate(0, 1)?;
+    /// cache.clear(1)?;
+    /// assert_eq!(cache.lens(), [1, 0]);
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
     /// # Errors
     ///
     /// [`Error::Capacity`] if a sequence is shorter, and those of [`KvCache::truncate`]; then nothing has changed.
@@ -648,6 +738,22 @@ impl KvCache {
     /// Makes each sequence `i` a copy of what sequence `sources[i]` was (beam search), in your encoder. Only what moves
     /// is copied, and only as far as it is used.
     ///
+    /// ```
+    /// # fn main() -> multihead::Result<()> {
+    /// # let gpu = multihead::Gpu::new()?;
+    /// use multihead::{DType, KvCache, KvCacheShape, Tensor};
+    ///
+    /// let mut cache = KvCache::new(&gpu, KvCacheShape::new(3, 1, 64, 1), DType::F32)?;
+    /// let x = Tensor::upload(&gpu, &[1.0f32, 2.0, 3.0], &[3, 1, 1, 1])?;
+    /// let mut encoder = gpu.encoder(); // or your own
+    /// cache.append(&mut encoder, &x, &x)?;
+    /// cache.reorder(&mut encoder, &[2, 0, 2])?; // two beams go on from the last, one from the first
+    /// gpu.submit(encoder)?;
+    /// assert_eq!(cache.keys().download::<f32>()?, [3.0, 1.0, 3.0]);
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
     /// # Errors
     ///
     /// [`Error::Shape`] for a number of sources other than the sequences', or a source that is not there; the device's
@@ -690,6 +796,23 @@ impl KvCache {
 
     /// Makes sequence `to` a copy of sequence `from` (a prompt that several share: append it once, copy it, and
     /// [`KvCache::truncate`] the copies to what is shared).
+    ///
+    /// ```
+    /// # fn main() -> multihead::Result<()> {
+    /// # let gpu = multihead::Gpu::new()?;
+    /// use multihead::{DType, KvCache, KvCacheShape, Tensor};
+    ///
+    /// let mut cache = KvCache::new(&gpu, KvCacheShape::new(2, 1, 64, 1), DType::F32)?;
+    /// let x = Tensor::upload(&gpu, &[0.0f32, 0.0, 1.0, 2.0], &[2, 1, 2, 1])?;
+    /// let mut encoder = gpu.encoder(); // or your own
+    /// cache.append_ragged(&mut encoder, &x, &x, &[0, 2])?; // the prompt, into sequence 1
+    /// cache.copy_sequence(&mut encoder, 1, 0)?;
+    /// gpu.submit(encoder)?;
+    /// assert_eq!(cache.lens(), [2, 2]);
+    /// assert_eq!(cache.keys().download::<f32>()?, [1.0, 2.0, 1.0, 2.0]);
+    /// # Ok(())
+    /// # }
+    /// ```
     ///
     /// # Errors
     ///

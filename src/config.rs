@@ -5,7 +5,7 @@ use crate::{AttentionOptions, DType, Error, Result};
 /// Sizes and options of a [`MultiHeadAttention`](crate::MultiHeadAttention), in PyTorch's vocabulary.
 ///
 /// ```
-/// use multihead::MultiHeadAttentionConfig;
+/// use multihead::{AttentionOptions, DType, MultiHeadAttentionConfig};
 ///
 /// let config = MultiHeadAttentionConfig::new(512, 8).kdim(256).bias(false);
 /// assert_eq!(config.head_dim(), 64);
@@ -14,6 +14,21 @@ use crate::{AttentionOptions, DType, Error, Result};
 /// // Grouped heads of a size of their own, as Llama and its kin have them.
 /// let config = MultiHeadAttentionConfig::new(5120, 32).num_kv_heads(8).with_head_dim(128).bias(false);
 /// assert_eq!((config.q_size(), config.kv_size()), (32 * 128, 8 * 128));
+/// assert_eq!(config.validate(), Ok(()));
+///
+/// // Qwen2 has biases for queries, keys and values alone.
+/// let config = MultiHeadAttentionConfig::new(896, 14).num_kv_heads(2).out_bias(false);
+/// assert!(config.bias && !config.out_bias);
+///
+/// // A learned key and a key of zeros behind each sequence, parameters in f16, scores capped.
+/// let options = AttentionOptions::new().softcap(50.0);
+/// let config = MultiHeadAttentionConfig::new(64, 4)
+///     .vdim(32)
+///     .add_bias_kv(true)
+///     .add_zero_attn(true)
+///     .dtype(DType::F16)
+///     .attention(options);
+/// assert_eq!(config.extra_keys(), 2);
 /// assert_eq!(config.validate(), Ok(()));
 /// ```
 #[derive(Debug, Clone, PartialEq)]

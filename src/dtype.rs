@@ -3,6 +3,13 @@
 use half::f16;
 
 /// Element type of a tensor.
+///
+/// ```
+/// use multihead::DType;
+///
+/// let sizes = [DType::F32, DType::F16, DType::Bool, DType::U32].map(DType::size);
+/// assert_eq!(sizes, [4, 2, 1, 4]);
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum DType {
@@ -36,6 +43,22 @@ mod sealed {
 }
 
 /// Host types that a tensor can be uploaded from and downloaded to.
+///
+/// ```
+/// # fn main() -> multihead::Result<()> {
+/// # let gpu = multihead::Gpu::new()?;
+/// use multihead::{DType, Element, Gpu, Result, Tensor, f16};
+///
+/// fn there_and_back<T: Element>(gpu: &Gpu, values: &[T]) -> Result<Vec<T>> {
+///     let tensor = Tensor::upload(gpu, values, &[values.len()])?;
+///     assert_eq!(tensor.dtype(), T::DTYPE);
+///     tensor.download()
+/// }
+/// assert_eq!(there_and_back(&gpu, &[f16::ONE; 3])?, [f16::ONE; 3]);
+/// assert_eq!(u8::DTYPE, DType::Bool);
+/// # Ok(())
+/// # }
+/// ```
 pub trait Element: bytemuck::Pod + sealed::Sealed + Send + Sync {
     /// The element type on the GPU.
     const DTYPE: DType;

@@ -1,6 +1,17 @@
 //! The one error type. Every message says what was given, what is allowed and what to do.
 
 /// A `Result` whose error is [`Error`].
+///
+/// ```
+/// use multihead::{MultiHeadAttentionConfig, Result};
+///
+/// fn head_dim(config: &MultiHeadAttentionConfig) -> Result<usize> {
+///     config.validate()?;
+///     Ok(config.head_dim())
+/// }
+/// assert_eq!(head_dim(&MultiHeadAttentionConfig::new(512, 8)), Ok(64));
+/// assert!(head_dim(&MultiHeadAttentionConfig::new(512, 7)).is_err());
+/// ```
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// What can go wrong, from finding an adapter to reading a checkpoint.

@@ -12,7 +12,7 @@ use crate::{
 /// ```
 /// # fn main() -> multihead::Result<()> {
 /// # let gpu = multihead::Gpu::new()?;
-/// use multihead::Mask;
+/// use multihead::{Attention, AttentionInputs, AttentionOptions, DType, Mask, Tensor, Wanted};
 ///
 /// // Query 0 must not see key 1, whatever the batch entry and head.
 /// let keep = Mask::keep_from(&gpu, &[true, false, true, true], &[2, 2])?;
@@ -20,6 +20,14 @@ use crate::{
 /// let ignore = Mask::ignore_from(&gpu, &[false, true, false, false], &[2, 2])?;
 /// // A float mask is added to the scores; -inf hides, any finite value is a bias however low.
 /// let bias = Mask::bias_from(&gpu, &[0.0, f32::NEG_INFINITY, 0.0, 0.0], &[2, 2])?;
+///
+/// let attention = Attention::new(&gpu, AttentionOptions::new())?;
+/// let x = Tensor::zeros(&gpu, DType::F32, &[1, 1, 2, 8])?; // [B, H, L, D]
+/// for mask in [&keep, &ignore, &bias] {
+///     let inputs = AttentionInputs::new(&x, &x, &x).mask(mask);
+///     let weights = attention.run(&inputs, Wanted::output().weights())?.weights.unwrap();
+///     assert_eq!(weights.download::<f32>()?, [1.0, 0.0, 0.5, 0.5]);
+/// }
 /// # Ok(())
 /// # }
 /// ```
@@ -43,6 +51,22 @@ pub(crate) enum MaskKind {
 
 impl Mask {
     /// A boolean mask whose `true` means "attend" (`scaled_dot_product_attention`, ONNX).
+    ///
+    /// ```
+    /// # fn main() -> multihead::Result<()> {
+    /// # let gpu = multihead::Gpu::new()?;
+    /// use multihead::{DType, Mask, Tensor};
+    ///
+    /// let bytes = Tensor::upload(&gpu, &[1u8, 0, 1, 1], &[2, 2])?; // or a tensor that your own pass fills
+    /// let keep = Mask::keep(bytes.clone())?;
+    /// let ignore = Mask::ignore(bytes.clone())?; // hides what `keep` shows
+    /// assert_eq!(keep.tensor().dtype(), DType::Bool);
+    /// assert!(Mask::bias(bytes).is_err()); // no floats
+    /// let bias = Mask::bias(Tensor::zeros(&gpu, DType::F16, &[2, 2])?)?;
+    /// assert_eq!(bias.tensor().shape(), [2, 2]);
+    /// # Ok(())
+    /// # }
+    /// ```
     ///
     /// # Errors
     ///
@@ -111,6 +135,21 @@ impl Mask {
     }
 
     /// Accepts a last axis shorter than the keys (and not 1): the keys beyond it are hidden, as ONNX has it.
+    ///
+    /// ```
+    /// # fn main() -> multihead::Result<()> {
+    /// # let gpu = multihead::Gpu::new()?;
+    /// use multihead::{Attention, AttentionInputs, AttentionOptions, DType, Mask, Tensor, Wanted};
+    ///
+    /// let attention = Attention::new(&gpu, AttentionOptions::new())?;
+    /// let q = Tensor::zeros(&gpu, DType::F32, &[1, 1, 1, 8])?;
+    /// let kv = Tensor::zeros(&gpu, DType::F32, &[1, 1, 3, 8])?;
+    /// let mask = Mask::keep_from(&gpu, &[true, true], &[1, 2])?.with_short_keys(); // of 3 keys
+    /// let result = attention.run(&AttentionInputs::new(&q, &kv, &kv).mask(&mask), Wanted::output().weights())?;
+    /// assert_eq!(result.weights.unwrap().download::<f32>()?, [0.5, 0.5, 0.0]);
+    /// # Ok(())
+    /// # }
+    /// ```
     pub fn with_short_keys(mut self) -> Self {
         self.short_keys = true;
         self
@@ -203,6 +242,25 @@ fn upload_bools(gpu: &Gpu, values: &[bool], shape: &[usize]) -> Result<Tensor> {
 
 /// How many keys each batch entry has, `[B]`; keys from there on do not exist, and what their memory holds, NaN
 /// included, never counts.
+///
+/// ```
+/// # fn main() -> multihead::Result<()> {
+/// # let gpu = multihead::Gpu::new()?;
+/// use multihead::{Attention, AttentionInputs, AttentionOptions, DType, KvLengths, Tensor, Wanted};
+///
+/// let attention = Attention::new(&gpu, AttentionOptions::new())?;
+/// let q = Tensor::zeros(&gpu, DType::F32, &[2, 1, 1, 8])?; // [B, H, Lq, D]
+/// let kv = Tensor::zeros(&gpu, DType::F32, &[2, 1, 2, 8])?;
+/// let known = KvLengths::new(&gpu, &[2, 1])?;
+/// let on_gpu = KvLengths::from_tensor(Tensor::upload(&gpu, &[2u32, 1], &[2])?)?; // or what your own pass counts
+/// for lengths in [&known, &on_gpu] {
+///     let inputs = AttentionInputs::new(&q, &kv, &kv).kv_lengths(lengths);
+///     let weights = attention.run(&inputs, Wanted::output().weights())?.weights.unwrap();
+///     assert_eq!(weights.download::<f32>()?, [0.5, 0.5, 1.0, 0.0]);
+/// }
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Debug, Clone)]
 pub struct KvLengths {
     tensor: Tensor,
@@ -297,6 +355,7 @@ impl KvLengths {
 /// let kv = Tensor::zeros(&gpu, DType::F32, &[2, 2, 100, 64])?; // [B, Hkv, Lk, D]
 /// let lengths = KvLengths::new(&gpu, &[100, 37])?;
 /// let inputs = AttentionInputs::new(&q, &kv, &kv).kv_lengths(&lengths);
+/// assert_eq!(inputs.shape()?.weights(), [2, 8, 16, 100]);
 /// # Ok(())
 /// # }
 /// ```
@@ -344,6 +403,22 @@ impl<'a> AttentionInputs<'a> {
     }
 
     /// Adds a boolean mask of keys, `[B, Lk]`.
+    ///
+    /// ```
+    /// # fn main() -> multihead::Result<()> {
+    /// # let gpu = multihead::Gpu::new()?;
+    /// use multihead::{Attention, AttentionInputs, AttentionOptions, DType, Mask, Tensor, Wanted};
+    ///
+    /// let attention = Attention::new(&gpu, AttentionOptions::new())?;
+    /// let q = Tensor::zeros(&gpu, DType::F32, &[2, 1, 1, 8])?; // [B, H, Lq, D]
+    /// let kv = Tensor::zeros(&gpu, DType::F32, &[2, 1, 2, 8])?;
+    /// let padding = Mask::keep_from(&gpu, &[true, true, false, true], &[2, 2])?;
+    /// let inputs = AttentionInputs::new(&q, &kv, &kv).key_mask(&padding);
+    /// let weights = attention.run(&inputs, Wanted::output().weights())?.weights.unwrap();
+    /// assert_eq!(weights.download::<f32>()?, [0.5, 0.5, 0.0, 1.0]);
+    /// # Ok(())
+    /// # }
+    /// ```
     pub fn key_mask(mut self, mask: &'a Mask) -> Self {
         self.key_mask = Some(mask);
         self
@@ -356,12 +431,43 @@ impl<'a> AttentionInputs<'a> {
     }
 
     /// Adds keys and values of the past.
+    ///
+    /// ```
+    /// # fn main() -> multihead::Result<()> {
+    /// # let gpu = multihead::Gpu::new()?;
+    /// use multihead::{Attention, AttentionInputs, AttentionOptions, DType, Tensor, Wanted};
+    ///
+    /// let attention = Attention::new(&gpu, AttentionOptions::new())?;
+    /// let past = Tensor::zeros(&gpu, DType::F32, &[1, 2, 5, 8])?; // [B, Hkv, P, D]
+    /// let x = Tensor::zeros(&gpu, DType::F32, &[1, 2, 1, 8])?;
+    /// let inputs = AttentionInputs::new(&x, &x, &x).past(&past, &past);
+    /// assert_eq!(inputs.shape()?.keys, 6);
+    /// let result = attention.run(&inputs, Wanted::output().present())?;
+    /// assert_eq!(result.present_key.unwrap().shape(), [1, 2, 6, 8]); // the next call's past
+    /// # Ok(())
+    /// # }
+    /// ```
     pub fn past(mut self, key: &'a Tensor, value: &'a Tensor) -> Self {
         self.past = Some((key, value));
         self
     }
 
     /// Adds attention sinks.
+    ///
+    /// ```
+    /// # fn main() -> multihead::Result<()> {
+    /// # let gpu = multihead::Gpu::new()?;
+    /// use multihead::{Attention, AttentionInputs, AttentionOptions, DType, Tensor, Wanted};
+    ///
+    /// let attention = Attention::new(&gpu, AttentionOptions::new())?;
+    /// let x = Tensor::zeros(&gpu, DType::F32, &[1, 2, 1, 8])?; // two heads, one key
+    /// let sinks = Tensor::upload(&gpu, &[0.0f32, f32::NEG_INFINITY], &[2])?; // as heavy as a score of 0, and none
+    /// let inputs = AttentionInputs::new(&x, &x, &x).sinks(&sinks);
+    /// let weights = attention.run(&inputs, Wanted::output().weights())?.weights.unwrap();
+    /// assert_eq!(weights.download::<f32>()?, [0.5, 1.0]);
+    /// # Ok(())
+    /// # }
+    /// ```
     pub fn sinks(mut self, sinks: &'a Tensor) -> Self {
         self.sinks = Some(sinks);
         self
@@ -509,6 +615,27 @@ pub(crate) fn check_device(gpu: &Gpu, name: &str, tensor: &Tensor) -> Result<()>
 
 /// Where an attention call writes. Each needs a buffer of its own, which no input shares: wgpu tracks whole
 /// buffers.
+///
+/// ```
+/// # fn main() -> multihead::Result<()> {
+/// # let gpu = multihead::Gpu::new()?;
+/// use multihead::{Attention, AttentionInputs, AttentionOptions, AttentionOutputs, DType, Tensor};
+///
+/// let attention = Attention::new(&gpu, AttentionOptions::new())?;
+/// let x = Tensor::zeros(&gpu, DType::F32, &[1, 2, 4, 8])?; // [B, H, L, D]
+/// let output = Tensor::zeros(&gpu, DType::F16, &[1, 4, 2 * 8])?; // heads merged
+/// let lse = Tensor::zeros(&gpu, DType::F32, &[1, 2, 4])?;
+/// let weights = Tensor::zeros(&gpu, DType::F32, &[1, 2, 4, 4])?;
+/// let mean = Tensor::zeros(&gpu, DType::F32, &[1, 4, 4])?;
+/// let outputs = AttentionOutputs::new(&output).lse(&lse).weights(&weights).mean_weights(&mean);
+///
+/// let mut encoder = gpu.encoder(); // or your own
+/// attention.record(&mut encoder, &AttentionInputs::new(&x, &x, &x), &outputs)?;
+/// gpu.submit(encoder)?;
+/// assert_eq!(mean.download::<f32>()?, [0.25; 4 * 4]); // equal scores
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Debug, Clone, Copy)]
 #[non_exhaustive]
 pub struct AttentionOutputs<'a> {
@@ -559,6 +686,27 @@ impl<'a> AttentionOutputs<'a> {
     }
 
     /// Asks for past and new keys and values joined.
+    ///
+    /// ```
+    /// # fn main() -> multihead::Result<()> {
+    /// # let gpu = multihead::Gpu::new()?;
+    /// use multihead::{Attention, AttentionInputs, AttentionOptions, AttentionOutputs, DType, Tensor};
+    ///
+    /// let attention = Attention::new(&gpu, AttentionOptions::new())?;
+    /// let past = Tensor::upload(&gpu, &[1.0f32, 2.0], &[1, 1, 2, 1])?; // [B, Hkv, P, D]
+    /// let x = Tensor::upload(&gpu, &[3.0f32], &[1, 1, 1, 1])?;
+    /// let output = Tensor::zeros(&gpu, DType::F32, &[1, 1, 1, 1])?;
+    /// let keys = Tensor::zeros(&gpu, DType::F32, &[1, 1, 3, 1])?;
+    /// let values = Tensor::zeros(&gpu, DType::F32, &[1, 1, 3, 1])?;
+    ///
+    /// let mut encoder = gpu.encoder(); // or your own
+    /// let inputs = AttentionInputs::new(&x, &x, &x).past(&past, &past);
+    /// attention.record(&mut encoder, &inputs, &AttentionOutputs::new(&output).present(&keys, &values))?;
+    /// gpu.submit(encoder)?;
+    /// assert_eq!(keys.download::<f32>()?, [1.0, 2.0, 3.0]);
+    /// # Ok(())
+    /// # }
+    /// ```
     pub fn present(mut self, key: &'a Tensor, value: &'a Tensor) -> Self {
         self.present_key = Some(key);
         self.present_value = Some(value);

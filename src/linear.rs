@@ -61,6 +61,20 @@ impl Linear {
     }
 
     /// `[out, in]`.
+    ///
+    /// ```
+    /// # fn main() -> multihead::Result<()> {
+    /// # let gpu = multihead::Gpu::new()?;
+    /// use multihead::{DType, Linear, Tensor};
+    ///
+    /// let weight = Tensor::zeros(&gpu, DType::F16, &[3, 2])?;
+    /// let linear = Linear::new(weight.clone(), None)?;
+    /// assert_eq!(linear.weight(), &weight);
+    /// assert!(linear.bias().is_none());
+    /// assert_eq!(linear.gpu(), &gpu);
+    /// # Ok(())
+    /// # }
+    /// ```
     pub fn weight(&self) -> &Tensor {
         &self.weight
     }
@@ -77,6 +91,25 @@ impl Linear {
 
     /// Records `output = x W^T + b`. `x` is `[B, L, in]` or `[L, in]`, `output` the same with `out`; any strides,
     /// F32 or F16 each.
+    ///
+    /// ```
+    /// # fn main() -> multihead::Result<()> {
+    /// # let gpu = multihead::Gpu::new()?;
+    /// use multihead::{DType, Linear, Tensor};
+    ///
+    /// let weight = Tensor::upload(&gpu, &[1.0f32, 2.0, 3.0, 4.0], &[2, 2])?;
+    /// let bias = Tensor::upload(&gpu, &[0.5f32, -0.5], &[2])?;
+    /// let linear = Linear::new(weight, Some(bias))?;
+    /// let x = Tensor::upload(&gpu, &[10.0f32, 1.0], &[1, 2])?;
+    /// let y = Tensor::zeros(&gpu, DType::F32, &[1, 2])?;
+    ///
+    /// let mut encoder = gpu.encoder(); // or your own
+    /// linear.record(&mut encoder, &x, &y)?;
+    /// gpu.submit(encoder)?;
+    /// assert_eq!(y.download::<f32>()?, [12.5, 33.5]);
+    /// # Ok(())
+    /// # }
+    /// ```
     ///
     /// # Errors
     ///

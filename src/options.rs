@@ -11,6 +11,19 @@ use crate::{Error, Result};
 ///  x . . . .      x x x x .
 ///  x x . . .      x x x x x
 /// ```
+///
+/// ```
+/// use multihead::{AttentionOptions, AttentionShape, Causal, reference::Attention};
+///
+/// let shape = AttentionShape { queries: 2, ..AttentionShape::new(1, 1, 5, 1) };
+/// for (causal, seen) in [(Causal::None, [5, 5]), (Causal::TopLeft, [1, 2]), (Causal::BottomRight, [4, 5])] {
+///     let options = AttentionOptions::new().causal(causal);
+///     let answer = Attention::new(shape, &options, &[1.0f64; 2], &[1.0; 5], &[1.0; 5]).run()?;
+///     let count = |row: &[f64]| row.iter().filter(|&&weight| weight > 0.0).count();
+///     assert_eq!(answer.weights.chunks(5).map(count).collect::<Vec<_>>(), seen);
+/// }
+/// # Ok::<(), multihead::Error>(())
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum Causal {
     /// No causal order.
@@ -23,6 +36,18 @@ pub enum Causal {
 }
 
 /// Where query 0 stands, before [`AttentionOptions::query_offset`] is added.
+///
+/// ```
+/// use multihead::{Align, AttentionOptions, AttentionShape, reference::Attention};
+///
+/// let shape = AttentionShape { queries: 1, ..AttentionShape::new(1, 1, 3, 1) };
+/// for (align, expected) in [(Align::TopLeft, [1.0, 0.0, 0.0]), (Align::BottomRight, [0.0, 0.0, 1.0])] {
+///     let options = AttentionOptions::new().align(align).window(Some(0), Some(0)); // its own position alone
+///     let answer = Attention::new(shape, &options, &[1.0f64], &[1.0; 3], &[1.0; 3]).run()?;
+///     assert_eq!(answer.weights, expected);
+/// }
+/// # Ok::<(), multihead::Error>(())
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum Align {
     /// Query `i` stands at key position `i`.
@@ -82,12 +107,31 @@ impl AttentionOptions {
     }
 
     /// Caps scores softly: `s = cap * tanh(s / cap)`.
+    ///
+    /// ```
+    /// use multihead::{AttentionOptions, AttentionShape, reference};
+    ///
+    /// let options = AttentionOptions::new().scale(1.0).softcap(2.0);
+    /// let call = reference::Attention::new(AttentionShape::new(1, 1, 1, 1), &options, &[3.0f64], &[1.0], &[0.0]);
+    /// assert_eq!(reference::scores(&call)?, [2.0 * 1.5f64.tanh()]);
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
     pub fn softcap(mut self, cap: f32) -> Self {
         self.softcap = Some(cap);
         self
     }
 
     /// Lowers each score by `slopes[h] * |p - j|`.
+    ///
+    /// ```
+    /// use multihead::{AttentionOptions, AttentionShape, reference};
+    ///
+    /// let options = AttentionOptions::new().alibi([0.5]); // one head
+    /// let shape = AttentionShape::new(1, 1, 2, 1);
+    /// let scores = reference::scores(&reference::Attention::new(shape, &options, &[0.0f64; 2], &[0.0; 2], &[0.0; 2]))?;
+    /// assert_eq!(scores, [0.0, -0.5, -0.5, 0.0]);
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
     pub fn alibi(mut self, slopes: impl Into<Vec<f32>>) -> Self {
         self.alibi_slopes = Some(slopes.into());
         self
@@ -162,6 +206,13 @@ impl AttentionOptions {
     }
 
     /// The factor of the dot products for heads of `head_dim`, rounded once from f64.
+    ///
+    /// ```
+    /// use multihead::AttentionOptions;
+    ///
+    /// assert_eq!(AttentionOptions::new().scale_for(64), 0.125);
+    /// assert_eq!(AttentionOptions::new().scale(1.0).scale_for(64), 1.0);
+    /// ```
     pub fn scale_for(&self, head_dim: usize) -> f32 {
         self.scale
             .unwrap_or_else(|| (1.0 / (head_dim.max(1) as f64).sqrt()) as f32)

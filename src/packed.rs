@@ -16,6 +16,8 @@ use crate::{
 /// // Three sequences, of 5, 0 and 3 tokens, that attend to themselves.
 /// let seams = CuSeqlens::new(&gpu, &[0, 5, 5, 8], &[0, 5, 5, 8])?;
 /// assert_eq!(seams.sequences(), 3);
+/// assert_eq!(seams.queries(), [0, 5, 5, 8]);
+/// assert_eq!(seams.keys(), seams.queries());
 /// # Ok(())
 /// # }
 /// ```
@@ -138,6 +140,22 @@ impl<'a> PackedInputs<'a> {
     }
 
     /// Adds attention sinks.
+    ///
+    /// ```
+    /// # fn main() -> multihead::Result<()> {
+    /// # let gpu = multihead::Gpu::new()?;
+    /// use multihead::{Attention, AttentionOptions, CuSeqlens, DType, PackedInputs, Tensor};
+    ///
+    /// let attention = Attention::new(&gpu, AttentionOptions::new())?;
+    /// let seams = CuSeqlens::new(&gpu, &[0, 1, 2], &[0, 1, 2])?;
+    /// let zeros = Tensor::zeros(&gpu, DType::F32, &[2, 1, 1])?;
+    /// let value = Tensor::upload(&gpu, &[2.0f32, 4.0], &[2, 1, 1])?;
+    /// let sinks = Tensor::zeros(&gpu, DType::F32, &[1])?; // as heavy as a score of 0
+    /// let inputs = PackedInputs::new(&zeros, &zeros, &value, &seams).sinks(&sinks);
+    /// assert_eq!(attention.run_packed(&inputs)?.output.download::<f32>()?, [1.0, 2.0]);
+    /// # Ok(())
+    /// # }
+    /// ```
     pub fn sinks(mut self, sinks: &'a Tensor) -> Self {
         self.sinks = Some(sinks);
         self
@@ -210,6 +228,27 @@ impl<'a> PackedInputs<'a> {
 }
 
 /// Where a packed attention call writes. Each needs a buffer of its own, which no input shares.
+///
+/// ```
+/// # fn main() -> multihead::Result<()> {
+/// # let gpu = multihead::Gpu::new()?;
+/// use multihead::{Attention, AttentionOptions, CuSeqlens, DType, PackedInputs, PackedOutputs, Tensor};
+///
+/// let attention = Attention::new(&gpu, AttentionOptions::new())?;
+/// let seams = CuSeqlens::new(&gpu, &[0, 1, 3], &[0, 1, 3])?;
+/// let x = Tensor::zeros(&gpu, DType::F32, &[3, 1, 8])?; // [T, H, D]
+/// let output = Tensor::zeros(&gpu, DType::F16, &[3, 1, 8])?;
+/// let lse = Tensor::zeros(&gpu, DType::F32, &[1, 3])?; // [H, T]
+/// let outputs = PackedOutputs::new(&output).lse(&lse);
+///
+/// let mut encoder = gpu.encoder(); // or your own
+/// attention.record_packed(&mut encoder, &PackedInputs::new(&x, &x, &x, &seams), &outputs)?;
+/// gpu.submit(encoder)?;
+/// let expected = [0.0, 2f32.ln(), 2f32.ln()]; // one key of score 0, and two
+/// assert!(lse.download::<f32>()?.iter().zip(expected).all(|(lse, expected)| (lse - expected).abs() < 1e-5));
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Debug, Clone, Copy)]
 #[non_exhaustive]
 pub struct PackedOutputs<'a> {
@@ -262,6 +301,21 @@ impl<'a> PackedOutputs<'a> {
 }
 
 /// What [`Attention::run_packed`](crate::Attention::run_packed) computed.
+///
+/// ```
+/// # fn main() -> multihead::Result<()> {
+/// # let gpu = multihead::Gpu::new()?;
+/// use multihead::{Attention, AttentionOptions, CuSeqlens, DType, PackedInputs, Tensor};
+///
+/// let attention = Attention::new(&gpu, AttentionOptions::new())?;
+/// let x = Tensor::zeros(&gpu, DType::F32, &[8, 2, 16])?; // [T, H, D]
+/// let seams = CuSeqlens::new(&gpu, &[0, 5, 8], &[0, 5, 8])?;
+/// let result = attention.run_packed(&PackedInputs::new(&x, &x, &x, &seams))?;
+/// assert_eq!(result.output.shape(), [8, 2, 16]);
+/// assert_eq!(result.lse.shape(), [2, 8]);
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct PackedResult {

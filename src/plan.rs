@@ -17,6 +17,7 @@ use crate::{
 /// let shape = AttentionShape::new(1, 8, 2048, 64);
 /// let fused = attention.plan(&shape, DType::F32, Wanted::output())?;
 /// assert_eq!(fused.scratch, 0);
+/// assert_eq!(fused.peak(), fused.inputs + fused.outputs + fused.params);
 ///
 /// // All scores at once, as weights want them: 8 heads, 2048 x 2048, 4 bytes each.
 /// let weights = attention.plan(&shape, DType::F32, Wanted::output().weights())?;

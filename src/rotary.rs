@@ -13,6 +13,15 @@ use crate::{
 };
 
 /// Which elements of a row form pair `i` of `n`.
+///
+/// ```
+/// use multihead::{RotaryPairing, reference::rotary};
+///
+/// let turn = |pairing| rotary(&[1.0f64, 2.0, 3.0, 4.0], [1, 1, 1, 4], &[0.0; 2], &[1.0; 2], &[0], 4, pairing);
+/// assert_eq!(turn(RotaryPairing::HalfSplit)?, [-3.0, -4.0, 1.0, 2.0]); // right angles
+/// assert_eq!(turn(RotaryPairing::Interleaved)?, [-2.0, 1.0, -4.0, 3.0]);
+/// # Ok::<(), multihead::Error>(())
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum RotaryPairing {
     /// `i` and `n + i` (GPT-NeoX, Hugging Face's Llama; ONNX `interleaved = 0`).
@@ -23,6 +32,23 @@ pub enum RotaryPairing {
 }
 
 /// How the frequencies of a model that was trained on short sequences are stretched for long ones.
+///
+/// ```
+/// use multihead::{RotaryOptions, RotaryScaling, reference::rotary_tables};
+///
+/// let linear = RotaryOptions::new(2).scaling(RotaryScaling::Linear { factor: 4.0 });
+/// let (cos, _) = rotary_tables::<f64>(&linear, 9)?;
+/// assert_eq!(cos[8], 2f64.cos()); // position 8 stands where 2 stood
+///
+/// let llama_3_1 = RotaryOptions::new(128).base(500_000.0).scaling(RotaryScaling::Llama3 {
+///     factor: 8.0,
+///     low_freq_factor: 1.0,
+///     high_freq_factor: 4.0,
+///     original_max_positions: 8192,
+/// });
+/// assert_eq!(llama_3_1.validate(), Ok(()));
+/// # Ok::<(), multihead::Error>(())
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 #[non_exhaustive]
 pub enum RotaryScaling {
@@ -143,6 +169,24 @@ impl RotaryOptions {
 
 /// At which position each row stands, `[B, L]`. Positions from the GPU are not checked: beyond the tables they count
 /// as the last one.
+///
+/// ```
+/// # fn main() -> multihead::Result<()> {
+/// # let gpu = multihead::Gpu::new()?;
+/// use multihead::{Rotary, RotaryOptions, RotaryPositions, Tensor};
+///
+/// let rotary = Rotary::new(&gpu, RotaryOptions::new(2), 64)?;
+/// let x = Tensor::upload(&gpu, &[1.0f32; 4], &[1, 1, 2, 2])?; // [B, H, L, D]
+/// let expected = rotary.run(&x, RotaryPositions::Start(5))?.download::<f32>()?; // positions 5 and 6
+/// let starts = Tensor::upload(&gpu, &[5u32], &[1])?;
+/// let ends = Tensor::upload(&gpu, &[7u32], &[1])?;
+/// let each = Tensor::upload(&gpu, &[5u32, 6], &[1, 2])?;
+/// for same in [RotaryPositions::Starts(&starts), RotaryPositions::Ends(&ends), RotaryPositions::Each(&each)] {
+///     assert_eq!(rotary.run(&x, same)?.download::<f32>()?, expected);
+/// }
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Debug, Clone, Copy)]
 #[non_exhaustive]
 pub enum RotaryPositions<'a> {
@@ -219,6 +263,20 @@ impl Rotary {
     /// `[B, positions, rotary_dim / 2]` where each sequence has its own (ONNX's `cos_cache` and `sin_cache` with and
     /// without `position_ids`; without them use [`RotaryPositions::Start`] of 0).
     ///
+    /// ```
+    /// # fn main() -> multihead::Result<()> {
+    /// # let gpu = multihead::Gpu::new()?;
+    /// use multihead::{Rotary, RotaryPairing, RotaryPositions, Tensor};
+    ///
+    /// let cos = Tensor::upload(&gpu, &[1.0f32, 0.0], &[2, 1])?; // position 1 is a right angle
+    /// let sin = Tensor::upload(&gpu, &[0.0f32, 1.0], &[2, 1])?;
+    /// let rotary = Rotary::from_tables(RotaryPairing::Interleaved, cos, sin)?;
+    /// let x = Tensor::upload(&gpu, &[3.0f32, 4.0, 3.0, 4.0], &[1, 1, 2, 2])?;
+    /// assert_eq!(rotary.run(&x, RotaryPositions::Start(0))?.download::<f32>()?, [3.0, 4.0, -4.0, 3.0]);
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
     /// # Errors
     ///
     /// [`Error::Shape`], [`Error::DType`] or [`Error::WrongDevice`] if they do not fit; [`Error::Option`] if they hold
@@ -257,6 +315,21 @@ impl Rotary {
     }
 
     /// Elements of a row that are rotated, from its start on.
+    ///
+    /// ```
+    /// # fn main() -> multihead::Result<()> {
+    /// # let gpu = multihead::Gpu::new()?;
+    /// use multihead::{Rotary, RotaryOptions, RotaryPairing};
+    ///
+    /// let rotary = Rotary::new(&gpu, RotaryOptions::new(8), 64)?;
+    /// assert_eq!((rotary.rotary_dim(), rotary.max_positions()), (8, 64));
+    /// assert_eq!(rotary.pairing(), RotaryPairing::HalfSplit);
+    /// let (cos, sin) = rotary.tables();
+    /// assert_eq!((cos.shape(), sin.shape()), (&[64, 4][..], &[64, 4][..]));
+    /// assert_eq!(rotary.gpu(), &gpu);
+    /// # Ok(())
+    /// # }
+    /// ```
     pub fn rotary_dim(&self) -> usize {
         2 * self.pairs()
     }
@@ -277,6 +350,20 @@ impl Rotary {
     }
 
     /// Builds the pipeline for tensors of this type ahead of the first call.
+    ///
+    /// ```
+    /// # fn main() -> multihead::Result<()> {
+    /// use multihead::{DType, Gpu, Rotary, RotaryOptions, RotaryPositions, Tensor};
+    ///
+    /// let gpu = Gpu::new()?;
+    /// let rotary = Rotary::new(&gpu, RotaryOptions::new(8), 64)?;
+    /// rotary.warm_up(DType::F16)?;
+    /// let built = gpu.pipelines();
+    /// rotary.run(&Tensor::zeros(&gpu, DType::F16, &[1, 2, 3, 8])?, RotaryPositions::Start(0))?;
+    /// assert_eq!(gpu.pipelines(), built); // the call built none
+    /// # Ok(())
+    /// # }
+    /// ```
     ///
     /// # Errors
     ///

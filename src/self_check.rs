@@ -18,6 +18,20 @@ use crate::{
 };
 
 /// One variant of a kernel and whether it computed a known answer on this device.
+///
+/// ```
+/// # fn main() -> multihead::Result<()> {
+/// # let gpu = multihead::Gpu::new()?;
+/// use multihead::VariantCheck;
+///
+/// let check = gpu.pending_checks()[0].run()?;
+/// match check {
+///     VariantCheck { outcome: Ok(()), .. } => {}
+///     VariantCheck { variant, outcome: Err(what), .. } => panic!("{variant}: {what}"),
+/// }
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct VariantCheck {
@@ -306,6 +320,19 @@ enum Work {
 }
 
 /// A variant that [`PendingCheck::run`] checks; [`Gpu::pending_checks`] lists them.
+///
+/// ```
+/// # fn main() -> multihead::Result<()> {
+/// # let gpu = multihead::Gpu::new()?;
+/// use multihead::PendingCheck;
+///
+/// let checks = gpu.pending_checks();
+/// let in_use: Vec<_> = checks.iter().filter(|check| check.is_first_choice()).collect();
+/// let linear: &PendingCheck = in_use.iter().find(|check| check.variant().contains("linear")).unwrap();
+/// assert_eq!(linear.run()?.outcome, Ok(()));
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Debug, Clone)]
 pub struct PendingCheck {
     gpu: Gpu,

@@ -82,6 +82,17 @@ impl AttentionShape {
     }
 
     /// Query heads that share one key head.
+    ///
+    /// ```
+    /// use multihead::AttentionShape;
+    ///
+    /// let shape = AttentionShape { kv_heads: 2, keys: 20, value_dim: 4, ..AttentionShape::new(1, 8, 5, 16) };
+    /// assert_eq!(shape.group(), 4);
+    /// assert_eq!((shape.query(), shape.key()), ([1, 8, 5, 16], [1, 2, 20, 16]));
+    /// assert_eq!((shape.value(), shape.output()), ([1, 2, 20, 4], [1, 8, 5, 4]));
+    /// assert_eq!((shape.weights(), shape.scores()), ([1, 8, 5, 20], 8 * 5 * 20));
+    /// assert_eq!(shape.outputs(), 8 * 5 * 4);
+    /// ```
     pub fn group(&self) -> usize {
         self.heads.checked_div(self.kv_heads).unwrap_or(1)
     }
@@ -123,6 +134,13 @@ impl AttentionShape {
 }
 
 /// Largest axis: positions, offsets and their differences stay inside `i32`.
+///
+/// ```
+/// use multihead::{AttentionShape, MAX_AXIS};
+///
+/// assert!(AttentionShape::new(1, 1, MAX_AXIS, 1).validate().is_ok());
+/// assert!(AttentionShape::new(1, 1, MAX_AXIS + 1, 1).validate().is_err());
+/// ```
 pub const MAX_AXIS: usize = 1 << 29;
 
 /// Number of elements of a shape, in `u64`, saturating.

@@ -209,6 +209,24 @@ impl Tensor {
 
     /// A view of the caller's buffer from byte `offset` on, row-major. Nothing is copied.
     ///
+    /// ```
+    /// # fn main() -> multihead::Result<()> {
+    /// # let gpu = multihead::Gpu::new()?;
+    /// use multihead::{DType, Tensor, wgpu};
+    ///
+    /// let buffer = gpu.device().create_buffer(&wgpu::BufferDescriptor {
+    ///     label: None,
+    ///     size: 32,
+    ///     usage: wgpu::BufferUsages::STORAGE | wgpu::BufferUsages::COPY_SRC | wgpu::BufferUsages::COPY_DST,
+    ///     mapped_at_creation: false,
+    /// });
+    /// let x = Tensor::from_buffer(&gpu, &buffer, 8, DType::F32, &[2, 3])?;
+    /// gpu.queue().write_buffer(x.buffer(), x.offset(), &1f32.to_le_bytes());
+    /// assert_eq!(x.download::<f32>()?, [1.0, 0.0, 0.0, 0.0, 0.0, 0.0]);
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
     /// # Errors
     ///
     /// As [`Tensor::from_buffer_strided`].
@@ -224,6 +242,19 @@ impl Tensor {
     }
 
     /// A view of the caller's buffer from byte `offset` on, with strides in elements. Nothing is copied.
+    ///
+    /// ```
+    /// # fn main() -> multihead::Result<()> {
+    /// # let gpu = multihead::Gpu::new()?;
+    /// use multihead::{DType, Tensor};
+    ///
+    /// let queries_and_keys = Tensor::upload(&gpu, &[1.0f32, 2.0, 10.0, 20.0, 3.0, 4.0, 30.0, 40.0], &[2, 4])?;
+    /// let buffer = queries_and_keys.buffer(); // or your own
+    /// let keys = Tensor::from_buffer_strided(&gpu, buffer, 2 * 4, DType::F32, &[2, 2], &[4, 1])?;
+    /// assert_eq!(keys.download::<f32>()?, [10.0, 20.0, 30.0, 40.0]);
+    /// # Ok(())
+    /// # }
+    /// ```
     ///
     /// # Errors
     ///
@@ -362,6 +393,22 @@ impl Tensor {
     }
 
     /// The device that it lives on.
+    ///
+    /// ```
+    /// # fn main() -> multihead::Result<()> {
+    /// # let gpu = multihead::Gpu::new()?;
+    /// use multihead::{DType, Tensor};
+    ///
+    /// let x = Tensor::zeros(&gpu, DType::F16, &[2, 3, 4])?;
+    /// assert_eq!((x.shape(), x.strides()), (&[2, 3, 4][..], &[12, 4, 1][..]));
+    /// assert_eq!((x.dtype(), x.len(), x.is_empty()), (DType::F16, 24, false));
+    /// let last = x.slice(0, 1..2)?;
+    /// assert_eq!((last.offset(), last.buffer()), (12 * 2, x.buffer())); // in bytes
+    /// assert!(last.is_contiguous() && !x.slice(2, 0..1)?.is_contiguous());
+    /// assert_eq!(x.gpu(), &gpu);
+    /// # Ok(())
+    /// # }
+    /// ```
     pub fn gpu(&self) -> &Gpu {
         &self.gpu
     }
@@ -463,6 +510,17 @@ impl Tensor {
 
     /// The same elements with the axes in another order: axis `i` of the result is axis `axes[i]` of this one.
     ///
+    /// ```
+    /// # fn main() -> multihead::Result<()> {
+    /// # let gpu = multihead::Gpu::new()?;
+    /// use multihead::Tensor;
+    ///
+    /// let x = Tensor::upload(&gpu, &[1.0f32, 2.0, 3.0, 4.0, 5.0, 6.0], &[2, 3])?;
+    /// assert_eq!(x.permute(&[1, 0])?.download::<f32>()?, [1.0, 4.0, 2.0, 5.0, 3.0, 6.0]);
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
     /// # Errors
     ///
     /// [`Error::Shape`] if `axes` does not name each axis once.
@@ -481,6 +539,17 @@ impl Tensor {
     }
 
     /// The entries `range` of one axis.
+    ///
+    /// ```
+    /// # fn main() -> multihead::Result<()> {
+    /// # let gpu = multihead::Gpu::new()?;
+    /// use multihead::Tensor;
+    ///
+    /// let x = Tensor::upload(&gpu, &[1.0f32, 2.0, 3.0, 4.0, 5.0, 6.0], &[2, 3])?;
+    /// assert_eq!(x.slice(1, 1..3)?.download::<f32>()?, [2.0, 3.0, 5.0, 6.0]);
+    /// # Ok(())
+    /// # }
+    /// ```
     ///
     /// # Errors
     ///
@@ -503,6 +572,18 @@ impl Tensor {
 
     /// The same elements in row-major order under another shape.
     ///
+    /// ```
+    /// # fn main() -> multihead::Result<()> {
+    /// # let gpu = multihead::Gpu::new()?;
+    /// use multihead::Tensor;
+    ///
+    /// let x = Tensor::upload(&gpu, &[1.0f32, 2.0, 3.0, 4.0, 5.0, 6.0], &[2, 3])?;
+    /// assert_eq!(x.reshape(&[3, 2])?.slice(0, 2..3)?.download::<f32>()?, [5.0, 6.0]);
+    /// assert!(x.permute(&[1, 0])?.reshape(&[6]).is_err());
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
     /// # Errors
     ///
     /// [`Error::Shape`] if the number of elements differs or this view is not contiguous.
@@ -520,6 +601,17 @@ impl Tensor {
     }
 
     /// Repeats axes of size 1 (or missing ones, on the left) by reading them again: stride 0, no copy.
+    ///
+    /// ```
+    /// # fn main() -> multihead::Result<()> {
+    /// # let gpu = multihead::Gpu::new()?;
+    /// use multihead::Tensor;
+    ///
+    /// let x = Tensor::upload(&gpu, &[1.0f32, 2.0], &[2, 1])?;
+    /// assert_eq!(x.broadcast_to(&[2, 3])?.download::<f32>()?, [1.0, 1.0, 1.0, 2.0, 2.0, 2.0]);
+    /// # Ok(())
+    /// # }
+    /// ```
     ///
     /// # Errors
     ///
@@ -571,6 +663,25 @@ impl Tensor {
     /// [`Tensor::download`] without blocking. The future is ready once the device is polled after the copy has
     /// run: by the caller's own submits, or by [`Gpu::poll`] from its loop. Nothing polls in its stead, so
     /// blocking on it without that never returns; [`Tensor::download`] is for that.
+    ///
+    /// ```
+    /// # fn main() -> multihead::Result<()> {
+    /// use multihead::{Gpu, Tensor};
+    /// use std::{future::Future, pin::pin, task::{Context, Poll, Waker}};
+    ///
+    /// let gpu = Gpu::new()?;
+    /// let x = Tensor::upload(&gpu, &[1.0f32, 2.0], &[2])?;
+    /// let mut download = pin!(x.download_async::<f32>()); // or `.await` it where your program polls the device
+    /// let values = loop {
+    ///     match download.as_mut().poll(&mut Context::from_waker(Waker::noop())) {
+    ///         Poll::Ready(values) => break values?,
+    ///         Poll::Pending => gpu.poll()?, // and draw a frame
+    ///     }
+    /// };
+    /// assert_eq!(values, [1.0, 2.0]);
+    /// # Ok(())
+    /// # }
+    /// ```
     ///
     /// # Errors
     ///

@@ -11,6 +11,18 @@ use crate::{
 };
 
 /// How a call is computed.
+///
+/// ```
+/// # fn main() -> multihead::Result<()> {
+/// # let gpu = multihead::Gpu::new()?;
+/// use multihead::{Attention, AttentionOptions, AttentionPath, AttentionShape, DType};
+///
+/// let attention = Attention::new(&gpu, AttentionOptions::new())?.with_path(AttentionPath::Composed);
+/// let choice = attention.choice(&AttentionShape::new(1, 2, 10, 16), DType::F32, false)?;
+/// assert_eq!(choice.path, AttentionPath::Composed); // not `Fused`, as `Auto` has it where no weights are wanted
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum AttentionPath {
     /// Whichever [`Attention::choice`] finds.
@@ -23,6 +35,20 @@ pub enum AttentionPath {
 }
 
 /// What computes a call, and why.
+///
+/// ```
+/// # fn main() -> multihead::Result<()> {
+/// # let gpu = multihead::Gpu::new()?;
+/// use multihead::{Attention, AttentionOptions, AttentionShape, DType};
+///
+/// let attention = Attention::new(&gpu, AttentionOptions::new())?;
+/// let one_query = AttentionShape { queries: 1, ..AttentionShape::new(1, 8, 4096, 64) };
+/// let choice = attention.choice(&one_query, DType::F32, false)?;
+/// println!("{:?}, as {}: {}", choice.path, choice.reason, choice.variant);
+/// assert!(choice.variant.contains("decode"));
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Choice {

@@ -66,6 +66,23 @@ pub struct Attention {
 }
 
 /// What [`Attention::run`] returns besides the output.
+///
+/// ```
+/// # fn main() -> multihead::Result<()> {
+/// # let gpu = multihead::Gpu::new()?;
+/// use multihead::{Attention, AttentionInputs, AttentionOptions, DType, Tensor, Wanted};
+///
+/// let attention = Attention::new(&gpu, AttentionOptions::new())?;
+/// let x = Tensor::zeros(&gpu, DType::F32, &[1, 2, 4, 8])?; // [B, H, L, D]
+/// let wanted = Wanted::output().lse().weights().mean_weights().present();
+/// let result = attention.run(&AttentionInputs::new(&x, &x, &x), wanted)?;
+/// assert_eq!(result.lse.unwrap().shape(), [1, 2, 4]);
+/// assert_eq!(result.weights.unwrap().shape(), [1, 2, 4, 4]);
+/// assert_eq!(result.mean_weights.unwrap().shape(), [1, 4, 4]);
+/// assert_eq!(result.present_key.unwrap().shape(), [1, 2, 4, 8]);
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct Wanted {
@@ -111,6 +128,24 @@ impl Wanted {
 }
 
 /// What [`Attention::run`] computed; shapes as in [`AttentionOutputs`].
+///
+/// ```
+/// # fn main() -> multihead::Result<()> {
+/// # let gpu = multihead::Gpu::new()?;
+/// use multihead::{Attention, AttentionInputs, AttentionOptions, DType, Tensor, Wanted};
+///
+/// let attention = Attention::new(&gpu, AttentionOptions::new())?;
+/// let q = Tensor::zeros(&gpu, DType::F32, &[1, 2, 3, 8])?; // [B, H, Lq, D]
+/// let key = Tensor::zeros(&gpu, DType::F32, &[1, 2, 5, 8])?;
+/// let value = Tensor::upload(&gpu, &[1.5f32; 2 * 5 * 4], &[1, 2, 5, 4])?;
+/// let result = attention.run(&AttentionInputs::new(&q, &key, &value), Wanted::output())?;
+/// let merged = result.output.merge_heads()?;
+/// assert_eq!((result.output.shape(), merged.shape()), (&[1, 2, 3, 4][..], &[1, 3, 8][..]));
+/// assert!(merged.download::<f32>()?.iter().all(|x| (x - 1.5).abs() < 1e-6));
+/// assert!(result.weights.is_none()); // not wanted
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct AttentionResult {
@@ -150,12 +185,37 @@ impl Attention {
     }
 
     /// The same operator with its path forced.
+    ///
+    /// ```
+    /// # fn main() -> multihead::Result<()> {
+    /// # let gpu = multihead::Gpu::new()?;
+    /// use multihead::{Attention, AttentionInputs, AttentionOptions, AttentionPath, DType, Tensor, Wanted};
+    ///
+    /// let attention = Attention::new(&gpu, AttentionOptions::new())?.with_path(AttentionPath::Fused);
+    /// let x = Tensor::zeros(&gpu, DType::F32, &[1, 2, 4, 8])?;
+    /// let inputs = AttentionInputs::new(&x, &x, &x);
+    /// assert!(attention.run(&inputs, Wanted::output().weights()).is_err()); // it never holds the weights
+    /// # Ok(())
+    /// # }
+    /// ```
     pub fn with_path(mut self, path: AttentionPath) -> Self {
         self.path = path;
         self
     }
 
     /// Its options.
+    ///
+    /// ```
+    /// # fn main() -> multihead::Result<()> {
+    /// # let gpu = multihead::Gpu::new()?;
+    /// use multihead::{Attention, AttentionOptions, Causal};
+    ///
+    /// let attention = Attention::new(&gpu, AttentionOptions::new().causal(Causal::TopLeft))?;
+    /// assert_eq!(attention.options().causal, Causal::TopLeft);
+    /// assert_eq!(attention.gpu(), &gpu);
+    /// # Ok(())
+    /// # }
+    /// ```
     pub fn options(&self) -> &AttentionOptions {
         &self.options
     }
@@ -167,6 +227,21 @@ impl Attention {
 
     /// Builds the pipelines for tensors of this type and these head sizes ahead of the first call: all but those that
     /// join past keys, or lengths, slopes and sinks.
+    ///
+    /// ```
+    /// # fn main() -> multihead::Result<()> {
+    /// use multihead::{Attention, AttentionInputs, AttentionOptions, AttentionPath, DType, Gpu, Tensor, Wanted};
+    ///
+    /// let gpu = Gpu::new()?;
+    /// let attention = Attention::new(&gpu, AttentionOptions::new())?.with_path(AttentionPath::Fused);
+    /// attention.warm_up(DType::F32, 8, 8)?;
+    /// let built = gpu.pipelines();
+    /// let x = Tensor::zeros(&gpu, DType::F32, &[1, 2, 4, 8])?;
+    /// attention.run(&AttentionInputs::new(&x, &x, &x), Wanted::output())?;
+    /// assert_eq!(gpu.pipelines(), built); // the call built none
+    /// # Ok(())
+    /// # }
+    /// ```
     ///
     /// # Errors
     ///

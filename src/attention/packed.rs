@@ -7,6 +7,26 @@ impl Attention {
     /// Records a packed call into `encoder`, as [`Attention::record`] does. Each sequence attends to itself; positions
     /// and alignment start anew in each. Always on the fused path.
     ///
+    /// ```
+    /// # fn main() -> multihead::Result<()> {
+    /// use multihead::{Attention, AttentionOptions, CuSeqlens, DType, Gpu, PackedInputs, PackedOutputs, Tensor};
+    ///
+    /// let gpu = Gpu::new()?;
+    /// let attention = Attention::new(&gpu, AttentionOptions::new())?;
+    /// let seams = CuSeqlens::new(&gpu, &[0, 1, 3], &[0, 1, 3])?; // two sequences, of 1 and of 2 tokens
+    /// let zeros = Tensor::zeros(&gpu, DType::F32, &[3, 1, 1])?; // [T, H, D]
+    /// let value = Tensor::upload(&gpu, &[1.0f32, 2.0, 4.0], &[3, 1, 1])?;
+    /// let output = Tensor::zeros(&gpu, DType::F32, &[3, 1, 1])?;
+    ///
+    /// let mut encoder = gpu.encoder(); // or your own
+    /// let inputs = PackedInputs::new(&zeros, &zeros, &value, &seams);
+    /// attention.record_packed(&mut encoder, &inputs, &PackedOutputs::new(&output))?;
+    /// gpu.submit(encoder)?;
+    /// assert_eq!(output.download::<f32>()?, [1.0, 3.0, 3.0]);
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
     /// # Errors
     ///
     /// Sizes, types, devices and overlaps that do not fit, or more than the device allows; [`Error::Option`] if the

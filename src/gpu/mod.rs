@@ -37,8 +37,12 @@ const WAIT: Duration = Duration::from_secs(600);
 ///
 /// ```
 /// # fn main() -> multihead::Result<()> {
-/// let gpu = multihead::Gpu::new()?;
+/// use multihead::{DType, Gpu, Tensor};
+///
+/// let gpu = Gpu::new()?;
 /// println!("{}", gpu.description());
+/// let x = Tensor::zeros(&gpu, DType::F32, &[2, 3])?;
+/// assert_eq!(x.gpu(), &gpu);
 /// # Ok(())
 /// # }
 /// ```
@@ -122,6 +126,16 @@ impl Gpu {
 
     /// [`Gpu::new`] for callers that are async already.
     ///
+    /// ```
+    /// # fn main() -> multihead::Result<()> {
+    /// use multihead::Gpu;
+    ///
+    /// let gpu = pollster::block_on(Gpu::new_async())?; // `.await` where you are async
+    /// assert_eq!(gpu.device(), gpu.clone().device());
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
     /// # Errors
     ///
     /// As [`Gpu::new`].
@@ -186,7 +200,7 @@ impl Gpu {
     /// }))?;
     ///
     /// let gpu = multihead::Gpu::from_device(&device, &queue)?;
-    /// assert_eq!(gpu.device(), &device);
+    /// assert_eq!((gpu.device(), gpu.queue()), (&device, &queue));
     /// # Ok(())
     /// # }
     /// ```
@@ -240,6 +254,18 @@ impl Gpu {
     }
 
     /// The adapter that the device runs on.
+    ///
+    /// ```
+    /// # fn main() -> multihead::Result<()> {
+    /// use multihead::Gpu;
+    ///
+    /// let gpu = Gpu::new()?;
+    /// assert!(gpu.description().starts_with(&gpu.info().name));
+    /// assert!(gpu.limits().max_storage_buffers_per_shader_stage >= 8);
+    /// println!("{:?}", gpu.features());
+    /// # Ok(())
+    /// # }
+    /// ```
     pub fn info(&self) -> &wgpu::AdapterInfo {
         &self.inner.info
     }
@@ -288,6 +314,22 @@ impl Gpu {
 
     /// Frees what finished work no longer needs and runs due callbacks. Does not wait.
     ///
+    /// ```
+    /// # fn main() -> multihead::Result<()> {
+    /// use multihead::Gpu;
+    /// use std::sync::atomic::{AtomicBool, Ordering};
+    ///
+    /// static DONE: AtomicBool = AtomicBool::new(false);
+    /// let gpu = Gpu::new()?;
+    /// gpu.submit(gpu.encoder())?;
+    /// gpu.queue().on_submitted_work_done(|| DONE.store(true, Ordering::Relaxed));
+    /// while !DONE.load(Ordering::Relaxed) {
+    ///     gpu.poll()?; // once in each turn of your loop
+    /// }
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
     /// # Errors
     ///
     /// [`Error::DeviceLost`].
@@ -300,6 +342,21 @@ impl Gpu {
     }
 
     /// Waits until everything that was submitted has run.
+    ///
+    /// ```
+    /// # fn main() -> multihead::Result<()> {
+    /// use multihead::Gpu;
+    /// use std::sync::atomic::{AtomicBool, Ordering};
+    ///
+    /// static DONE: AtomicBool = AtomicBool::new(false);
+    /// let gpu = Gpu::new()?;
+    /// gpu.submit(gpu.encoder())?;
+    /// gpu.queue().on_submitted_work_done(|| DONE.store(true, Ordering::Relaxed));
+    /// gpu.wait()?;
+    /// assert!(DONE.load(Ordering::Relaxed));
+    /// # Ok(())
+    /// # }
+    /// ```
     ///
     /// # Errors
     ///
@@ -316,6 +373,21 @@ impl Gpu {
     }
 
     /// Frees the scratch memory that calls share. It comes back as calls need it.
+    ///
+    /// ```
+    /// # fn main() -> multihead::Result<()> {
+    /// use multihead::{DType, Gpu, MultiHeadAttention, MultiHeadAttentionConfig, MultiHeadInputs, NeedWeights, Tensor};
+    ///
+    /// let gpu = Gpu::new()?;
+    /// let layer = MultiHeadAttention::seeded(&gpu, MultiHeadAttentionConfig::new(8, 2), 1)?;
+    /// let x = Tensor::zeros(&gpu, DType::F32, &[1, 4, 8])?;
+    /// layer.forward(&MultiHeadInputs::new(&x), NeedWeights::No)?;
+    /// assert!(gpu.scratch_bytes() > 0);
+    /// gpu.release_scratch();
+    /// assert_eq!(gpu.scratch_bytes(), 0);
+    /// # Ok(())
+    /// # }
+    /// ```
     pub fn release_scratch(&self) {
         lock(&self.inner.scratch).clear();
     }
@@ -330,6 +402,23 @@ impl Gpu {
 
     /// Bytes of all buffers that the crate made on this device and still holds: tensors that are not views of the
     /// caller's buffers, and scratch. wgpu itself may hold a dropped buffer until the work that uses it has run.
+    ///
+    /// ```
+    /// # fn main() -> multihead::Result<()> {
+    /// use multihead::{DType, Gpu, Tensor};
+    ///
+    /// let gpu = Gpu::new()?;
+    /// let before = gpu.held_bytes();
+    /// let x = Tensor::zeros(&gpu, DType::F32, &[256, 4])?;
+    /// assert_eq!(gpu.held_bytes(), before + 256 * 4 * 4);
+    /// drop(x);
+    /// assert_eq!(gpu.held_bytes(), before);
+    /// assert!(gpu.peak_bytes() >= before + 256 * 4 * 4);
+    /// gpu.reset_peak_bytes();
+    /// assert_eq!(gpu.peak_bytes(), before);
+    /// # Ok(())
+    /// # }
+    /// ```
     pub fn held_bytes(&self) -> u64 {
         self.inner.held.now()
     }
@@ -355,6 +444,27 @@ impl Gpu {
     }
 
     /// Sets [`Gpu::dispatch_work`] for this device; 0 goes back to the default for its kind.
+    ///
+    /// ```
+    /// # fn main() -> multihead::Result<()> {
+    /// use multihead::{Attention, AttentionOptions, AttentionShape, DType, Gpu, Wanted};
+    ///
+    /// let gpu = Gpu::new()?;
+    /// let attention = Attention::new(&gpu, AttentionOptions::new())?;
+    /// let dispatches = || {
+    ///     let plan = attention.plan(&AttentionShape::new(1, 8, 2048, 64), DType::F32, Wanted::output())?;
+    ///     Ok::<_, multihead::Error>(plan.dispatches)
+    /// };
+    /// let default = gpu.dispatch_work();
+    /// gpu.set_dispatch_work(u64::MAX);
+    /// let most = dispatches()?;
+    /// gpu.set_dispatch_work(100_000_000);
+    /// assert!(dispatches()? > most); // shorter ones, so more of them
+    /// gpu.set_dispatch_work(0);
+    /// assert_eq!(gpu.dispatch_work(), default);
+    /// # Ok(())
+    /// # }
+    /// ```
     pub fn set_dispatch_work(&self, multiply_adds: u64) {
         self.inner.dispatch_work.store(multiply_adds, Ordering::Relaxed);
     }
@@ -373,6 +483,21 @@ impl Gpu {
     }
 
     /// Kernel dispatches recorded on this device so far.
+    ///
+    /// ```
+    /// # fn main() -> multihead::Result<()> {
+    /// use multihead::{DType, Gpu, Linear, Tensor};
+    ///
+    /// let gpu = Gpu::new()?;
+    /// let linear = Linear::new(Tensor::zeros(&gpu, DType::F32, &[4, 4])?, None)?;
+    /// let x = Tensor::zeros(&gpu, DType::F32, &[2, 4])?;
+    /// linear.run(&x)?; // builds its kernel
+    /// let (dispatches, pipelines) = (gpu.dispatches(), gpu.pipelines());
+    /// linear.run(&x)?;
+    /// assert_eq!((gpu.dispatches(), gpu.pipelines()), (dispatches + 1, pipelines));
+    /// # Ok(())
+    /// # }
+    /// ```
     pub fn dispatches(&self) -> u64 {
         self.inner.counters.dispatches.load(Ordering::Relaxed)
     }

@@ -42,6 +42,26 @@ impl Gpu {
     ///
     /// Drivers of desktop systems keep built pipelines on disk themselves; this is for those that do not.
     ///
+    /// ```
+    /// # fn main() -> multihead::Result<()> {
+    /// use multihead::{DType, Error, Gpu, Linear, Tensor};
+    ///
+    /// let gpu = Gpu::new()?;
+    /// if gpu.start_pipeline_cache()? {
+    ///     let linear = Linear::new(Tensor::zeros(&gpu, DType::F32, &[4, 4])?, None)?;
+    ///     linear.run(&Tensor::zeros(&gpu, DType::F32, &[2, 4])?)?;
+    ///     let data = gpu.pipeline_cache_data().unwrap(); // into a file, for the next run of the program
+    ///
+    ///     let next = Gpu::new()?;
+    ///     // SAFETY: the data are from above; what is cut off is noticed.
+    ///     assert!(unsafe { next.load_pipeline_cache(&data) }?);
+    ///     let cut = unsafe { next.load_pipeline_cache(&data[..data.len() - 1]) };
+    ///     assert!(matches!(cut, Err(Error::PipelineCache(_))));
+    /// }
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
     /// # Errors
     ///
     /// [`Error::DeviceLost`], [`Error::OutOfMemory`].

@@ -9,6 +9,24 @@ use crate::{DType, Error, Gpu, Result, Tensor, gpu::OwnBuffer};
 pub(crate) const MOST_TIMED: usize = wgpu::QUERY_SET_MAX_QUERIES as usize / 2;
 
 /// What a kernel took between [`Gpu::start_profile`] and [`Gpu::finish_profile`].
+///
+/// ```
+/// # fn main() -> multihead::Result<()> {
+/// # let gpu = multihead::Gpu::new()?;
+/// use multihead::{DType, KernelTime, Linear, Tensor, wgpu};
+///
+/// if gpu.features().contains(wgpu::Features::TIMESTAMP_QUERY) {
+///     let linear = Linear::new(Tensor::zeros(&gpu, DType::F32, &[4, 4])?, None)?;
+///     gpu.start_profile()?;
+///     linear.run(&Tensor::zeros(&gpu, DType::F32, &[2, 4])?)?;
+///     for KernelTime { kernel, dispatches, total, longest, .. } in gpu.finish_profile()?.kernels {
+///         assert!(longest <= total);
+///         println!("{kernel}: {:?} on average", total / dispatches as u32);
+///     }
+/// }
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct KernelTime {
@@ -23,6 +41,23 @@ pub struct KernelTime {
 }
 
 /// What each kernel took, the most expensive first. Its `Display` is a small table.
+///
+/// ```
+/// # fn main() -> multihead::Result<()> {
+/// # let gpu = multihead::Gpu::new()?;
+/// use multihead::{DType, Linear, Tensor, wgpu};
+///
+/// if gpu.features().contains(wgpu::Features::TIMESTAMP_QUERY) {
+///     let linear = Linear::new(Tensor::zeros(&gpu, DType::F32, &[4, 4])?, None)?;
+///     gpu.start_profile()?;
+///     linear.run(&Tensor::zeros(&gpu, DType::F32, &[2, 4])?)?;
+///     let profile = gpu.finish_profile()?;
+///     assert_eq!(profile.total(), profile.kernels.iter().map(|kernel| kernel.total).sum());
+///     println!("{profile}");
+/// }
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct Profile {

@@ -12,6 +12,22 @@ use crate::{
 /// ([`MultiHeadAttention::cross_cache`]). `bias_k`, `bias_v` and the key of zeros are among them.
 ///
 /// Cloning it copies no data. It belongs to the layer that made it, and to its clones.
+///
+/// ```
+/// # fn main() -> multihead::Result<()> {
+/// # let gpu = multihead::Gpu::new()?;
+/// use multihead::{DType, MultiHeadAttention, MultiHeadAttentionConfig, Tensor};
+///
+/// let config = MultiHeadAttentionConfig::new(8, 2).add_bias_kv(true);
+/// let layer = MultiHeadAttention::seeded(&gpu, config, 1)?;
+/// let encoded = Tensor::zeros(&gpu, DType::F32, &[1, 5, 8])?;
+/// let cache = layer.cross_cache(&encoded, &encoded, DType::F16)?;
+/// assert_eq!((cache.len(), cache.is_empty()), (5, false));
+/// assert_eq!(cache.keys().shape(), [1, 2, 5 + 1, 4]); // `bias_k` is the last
+/// assert_eq!(cache.values().dtype(), DType::F16);
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Debug, Clone)]
 pub struct CrossCache {
     /// `[B, Hkv, Lk + extra keys, D]`.
@@ -85,6 +101,27 @@ impl MultiHeadAttention {
 
     /// [`MultiHeadAttention::cross_cache`] in your encoder: allocates the cache and records what fills it. What is recorded
     /// after it, also in the same encoder, may attend to it.
+    ///
+    /// ```
+    /// # fn main() -> multihead::Result<()> {
+    /// # let gpu = multihead::Gpu::new()?;
+    /// use multihead::{DType, MultiHeadAttention, MultiHeadAttentionConfig, MultiHeadInputs, MultiHeadOutputs, Tensor};
+    ///
+    /// let layer = MultiHeadAttention::seeded(&gpu, MultiHeadAttentionConfig::new(8, 2), 1)?;
+    /// let encoded = Tensor::zeros(&gpu, DType::F32, &[1, 4, 8])?;
+    /// let x = Tensor::zeros(&gpu, DType::F32, &[1, 1, 8])?;
+    /// let y = Tensor::zeros(&gpu, DType::F32, &[1, 1, 8])?;
+    /// let weights = Tensor::zeros(&gpu, DType::F32, &[1, 2, 1, 4])?;
+    ///
+    /// let mut encoder = gpu.encoder(); // or your own
+    /// let memory = layer.record_cross_cache(&mut encoder, &encoded, &encoded, DType::F32)?;
+    /// let inputs = MultiHeadInputs::new(&x).cross_cache(&memory);
+    /// layer.record(&mut encoder, &inputs, &MultiHeadOutputs::new(&y).weights(&weights))?;
+    /// gpu.submit(encoder)?;
+    /// assert_eq!(weights.download::<f32>()?, [0.25; 2 * 4]);
+    /// # Ok(())
+    /// # }
+    /// ```
     ///
     /// # Errors
     ///

@@ -18,6 +18,7 @@ use crate::{
 /// let padding = Mask::ignore_from(&gpu, &[false, false, false, false, true, true], &[2, 3])?;
 /// let inputs = MultiHeadInputs::new(&x).key_padding_mask(&padding).causal(Causal::TopLeft);
 /// let result = layer.forward(&inputs, NeedWeights::Averaged)?;
+/// assert_eq!(result.weights.unwrap().shape(), [2, 3, 3]);
 /// # Ok(())
 /// # }
 /// ```
@@ -58,6 +59,22 @@ impl<'a> MultiHeadInputs<'a> {
     }
 
     /// Attends to `key` and `value` instead (cross attention).
+    ///
+    /// ```
+    /// # fn main() -> multihead::Result<()> {
+    /// # let gpu = multihead::Gpu::new()?;
+    /// use multihead::{DType, MultiHeadAttention, MultiHeadAttentionConfig, MultiHeadInputs, NeedWeights, Tensor};
+    ///
+    /// let layer = MultiHeadAttention::seeded(&gpu, MultiHeadAttentionConfig::new(8, 2).kdim(6).vdim(4), 1)?;
+    /// let x = Tensor::zeros(&gpu, DType::F32, &[1, 3, 8])?;
+    /// let key = Tensor::zeros(&gpu, DType::F32, &[1, 5, 6])?;
+    /// let value = Tensor::zeros(&gpu, DType::F32, &[1, 5, 4])?;
+    /// let inputs = MultiHeadInputs::new(&x).key_value(&key, &value);
+    /// let result = layer.forward(&inputs, NeedWeights::Averaged)?;
+    /// assert_eq!(result.weights.unwrap().shape(), [1, 3, 5]);
+    /// # Ok(())
+    /// # }
+    /// ```
     pub fn key_value(mut self, key: &'a Tensor, value: &'a Tensor) -> Self {
         self.key = Some(key);
         self.value = Some(value);
@@ -72,6 +89,20 @@ impl<'a> MultiHeadInputs<'a> {
     }
 
     /// Adds a mask of scores.
+    ///
+    /// ```
+    /// # fn main() -> multihead::Result<()> {
+    /// # let gpu = multihead::Gpu::new()?;
+    /// use multihead::{DType, Mask, MultiHeadAttention, MultiHeadAttentionConfig, MultiHeadInputs, NeedWeights, Tensor};
+    ///
+    /// let layer = MultiHeadAttention::seeded(&gpu, MultiHeadAttentionConfig::new(8, 2), 1)?;
+    /// let x = Tensor::zeros(&gpu, DType::F32, &[1, 2, 8])?;
+    /// let mask = Mask::ignore_from(&gpu, &[false, true, false, false], &[2, 2])?; // [Lq, Lk], for all heads
+    /// let result = layer.forward(&MultiHeadInputs::new(&x).attn_mask(&mask), NeedWeights::Averaged)?;
+    /// assert_eq!(result.weights.unwrap().download::<f32>()?, [1.0, 0.0, 0.5, 0.5]);
+    /// # Ok(())
+    /// # }
+    /// ```
     pub fn attn_mask(mut self, mask: &'a Mask) -> Self {
         self.attn_mask = Some(mask);
         self
@@ -134,6 +165,21 @@ impl<'a> MultiHeadInputs<'a> {
 }
 
 /// Which weights a layer call returns.
+///
+/// ```
+/// # fn main() -> multihead::Result<()> {
+/// # let gpu = multihead::Gpu::new()?;
+/// use multihead::{DType, MultiHeadAttention, MultiHeadAttentionConfig, MultiHeadInputs, NeedWeights, Tensor};
+///
+/// let layer = MultiHeadAttention::seeded(&gpu, MultiHeadAttentionConfig::new(8, 2), 1)?;
+/// let x = Tensor::zeros(&gpu, DType::F32, &[1, 3, 8])?;
+/// let inputs = MultiHeadInputs::new(&x);
+/// assert!(layer.forward(&inputs, NeedWeights::No)?.weights.is_none());
+/// assert_eq!(layer.forward(&inputs, NeedWeights::Averaged)?.weights.unwrap().shape(), [1, 3, 3]);
+/// assert_eq!(layer.forward(&inputs, NeedWeights::PerHead)?.weights.unwrap().shape(), [1, 2, 3, 3]);
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum NeedWeights {
     /// None.
@@ -146,6 +192,26 @@ pub enum NeedWeights {
 }
 
 /// Where a layer call writes. Each needs a buffer of its own, which no input shares.
+///
+/// ```
+/// # fn main() -> multihead::Result<()> {
+/// # let gpu = multihead::Gpu::new()?;
+/// use multihead::{DType, MultiHeadAttention, MultiHeadAttentionConfig, MultiHeadInputs, MultiHeadOutputs, Tensor};
+///
+/// let layer = MultiHeadAttention::seeded(&gpu, MultiHeadAttentionConfig::new(8, 2), 1)?;
+/// let x = Tensor::zeros(&gpu, DType::F32, &[1, 4, 8])?;
+/// let y = Tensor::zeros(&gpu, DType::F16, &[1, 4, 8])?;
+/// let weights = Tensor::zeros(&gpu, DType::F32, &[1, 2, 4, 4])?;
+/// let mean = Tensor::zeros(&gpu, DType::F32, &[1, 4, 4])?;
+/// let outputs = MultiHeadOutputs::new(&y).weights(&weights).mean_weights(&mean);
+///
+/// let mut encoder = gpu.encoder(); // or your own
+/// layer.record(&mut encoder, &MultiHeadInputs::new(&x), &outputs)?;
+/// gpu.submit(encoder)?;
+/// assert_eq!(mean.download::<f32>()?, [0.25; 4 * 4]); // equal rows
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Debug, Clone, Copy)]
 #[non_exhaustive]
 pub struct MultiHeadOutputs<'a> {
@@ -191,6 +257,21 @@ impl<'a> MultiHeadOutputs<'a> {
 }
 
 /// What [`MultiHeadAttention::forward`](crate::MultiHeadAttention::forward) computed.
+///
+/// ```
+/// # fn main() -> multihead::Result<()> {
+/// # let gpu = multihead::Gpu::new()?;
+/// use multihead::{DType, MultiHeadAttention, MultiHeadAttentionConfig, MultiHeadInputs, NeedWeights, Tensor};
+///
+/// let config = MultiHeadAttentionConfig::new(8, 2).add_zero_attn(true);
+/// let layer = MultiHeadAttention::seeded(&gpu, config, 1)?;
+/// let x = Tensor::zeros(&gpu, DType::F16, &[3, 8])?; // [L, E]
+/// let result = layer.forward(&MultiHeadInputs::new(&x), NeedWeights::PerHead)?;
+/// assert_eq!((result.output.shape(), result.output.dtype()), (&[3, 8][..], DType::F16));
+/// assert_eq!(result.weights.unwrap().shape(), [2, 3, 3 + 1]);
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct MultiHeadResult {

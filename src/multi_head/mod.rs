@@ -72,6 +72,22 @@ pub struct MultiHeadAttention {
 impl MultiHeadAttention {
     /// A layer with these parameters, uploaded in the configuration's element type.
     ///
+    /// ```
+    /// # fn main() -> multihead::Result<()> {
+    /// # let gpu = multihead::Gpu::new()?;
+    /// use multihead::{MultiHeadAttention, MultiHeadAttentionConfig, Parameters};
+    ///
+    /// let config = MultiHeadAttentionConfig::new(2, 1).bias(false);
+    /// let mut parameters = Parameters::zeros(&config)?;
+    /// parameters.v_proj_weight = vec![1.0, 0.0, 0.0, 1.0]; // all scores are 0: the mean of the rows
+    /// parameters.out_proj_weight = vec![0.0, 1.0, 1.0, 0.0]; // with its elements swapped
+    /// let layer = MultiHeadAttention::new(&gpu, config, &parameters)?;
+    /// let y = layer.forward_host(&[1.0, 10.0, 3.0, 30.0], &[2, 2])?;
+    /// assert_eq!(y, [20.0, 2.0, 20.0, 2.0]);
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
     /// # Errors
     ///
     /// [`Error::Option`] for sizes that do not fit, [`Error::Shape`] for
@@ -144,6 +160,21 @@ impl MultiHeadAttention {
 
     /// A layer from the bytes of a safetensors file ([`Parameters::from_safetensors`]).
     ///
+    /// ```
+    /// # fn main() -> multihead::Result<()> {
+    /// # let gpu = multihead::Gpu::new()?;
+    /// use multihead::{CheckpointNames, DType, MultiHeadAttention, MultiHeadAttentionConfig, Parameters};
+    ///
+    /// let config = MultiHeadAttentionConfig::new(8, 2);
+    /// # let file = Parameters::init(&config, 1)?
+    /// #     .to_safetensors(&config, "encoder.layer.0.attention", CheckpointNames::Bert, DType::F32)?;
+    /// // let file = std::fs::read("model.safetensors")?;
+    /// let layer = MultiHeadAttention::from_safetensors(&gpu, config, &file, "encoder.layer.0.attention")?;
+    /// assert_eq!(layer.forward_host(&[0.5; 3 * 8], &[3, 8])?.len(), 3 * 8);
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
     /// # Errors
     ///
     /// [`Error::Checkpoint`] names every tensor that is missing, extra or misshapen; else as
@@ -159,6 +190,19 @@ impl MultiHeadAttention {
     }
 
     /// The same layer with the path of its attention forced; [`Attention::choice`] tells what is chosen otherwise.
+    ///
+    /// ```
+    /// # fn main() -> multihead::Result<()> {
+    /// # let gpu = multihead::Gpu::new()?;
+    /// use multihead::{AttentionPath, AttentionShape, DType, MultiHeadAttention, MultiHeadAttentionConfig};
+    ///
+    /// let layer = MultiHeadAttention::seeded(&gpu, MultiHeadAttentionConfig::new(8, 2), 1)?;
+    /// let layer = layer.with_path(AttentionPath::Composed);
+    /// let choice = layer.attention().choice(&AttentionShape::new(1, 2, 10, 4), DType::F32, false)?;
+    /// assert_eq!(choice.path, AttentionPath::Composed);
+    /// # Ok(())
+    /// # }
+    /// ```
     pub fn with_path(mut self, path: AttentionPath) -> Self {
         self.attention = self.attention.map(|attention| attention.with_path(path));
         self.rolling = self.rolling.map(|attention| attention.with_path(path));
@@ -180,6 +224,7 @@ impl MultiHeadAttention {
     /// let rotary = Rotary::new(&gpu, RotaryOptions::new(config.head_dim()).base(500_000.0), 1024)?;
     /// let layer = MultiHeadAttention::seeded(&gpu, config, 1)?.with_rotary(rotary)?;
     /// let y = layer.forward_host(&[0.5; 10 * 64], &[10, 64])?;
+    /// assert_eq!(y.len(), 10 * 64);
     /// # Ok(())
     /// # }
     /// ```
@@ -212,6 +257,17 @@ impl MultiHeadAttention {
     }
 
     /// Copies the parameters back to the host, for [`Parameters::to_safetensors`]. Waits.
+    ///
+    /// ```
+    /// # fn main() -> multihead::Result<()> {
+    /// # let gpu = multihead::Gpu::new()?;
+    /// use multihead::{MultiHeadAttention, MultiHeadAttentionConfig, Parameters};
+    ///
+    /// let layer = MultiHeadAttention::seeded(&gpu, MultiHeadAttentionConfig::new(8, 2), 7)?;
+    /// assert_eq!(layer.parameters()?, Parameters::init(layer.config(), 7)?);
+    /// # Ok(())
+    /// # }
+    /// ```
     ///
     /// # Errors
     ///
@@ -246,6 +302,21 @@ impl MultiHeadAttention {
     }
 
     /// Its sizes and options.
+    ///
+    /// ```
+    /// # fn main() -> multihead::Result<()> {
+    /// # let gpu = multihead::Gpu::new()?;
+    /// use multihead::{MultiHeadAttention, MultiHeadAttentionConfig, Rotary, RotaryOptions};
+    ///
+    /// let config = MultiHeadAttentionConfig::new(8, 2);
+    /// let layer = MultiHeadAttention::seeded(&gpu, config.clone(), 1)?;
+    /// assert_eq!((layer.config(), layer.gpu()), (&config, &gpu));
+    /// assert!(layer.rotary().is_none());
+    /// let layer = layer.with_rotary(Rotary::new(&gpu, RotaryOptions::new(4), 64)?)?;
+    /// assert_eq!(layer.rotary().unwrap().max_positions(), 64);
+    /// # Ok(())
+    /// # }
+    /// ```
     pub fn config(&self) -> &MultiHeadAttentionConfig {
         &self.config
     }

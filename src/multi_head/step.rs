@@ -113,6 +113,20 @@ impl MultiHeadAttention {
     /// Computes a prompt `[B, L, E]`, the first chunk of a sequence: [`step`](MultiHeadAttention::step) under the name that
     /// decoders have for it. All positions come out; what is said next follows from the last.
     ///
+    /// ```
+    /// # fn main() -> multihead::Result<()> {
+    /// # let gpu = multihead::Gpu::new()?;
+    /// use multihead::{DType, MultiHeadAttention, MultiHeadAttentionConfig, Tensor};
+    ///
+    /// let layer = MultiHeadAttention::seeded(&gpu, MultiHeadAttentionConfig::new(8, 2), 1)?;
+    /// let mut cache = layer.kv_cache(1, 64, DType::F32)?;
+    /// let y = layer.prefill(&Tensor::zeros(&gpu, DType::F32, &[1, 5, 8])?, &mut cache)?;
+    /// let last = y.slice(1, 4..5)?; // what the next token follows from
+    /// assert_eq!((cache.len(0), last.shape()), (5, &[1, 1, 8][..]));
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
     /// # Errors
     ///
     /// As [`MultiHeadAttention::step`].
@@ -123,6 +137,21 @@ impl MultiHeadAttention {
     /// [`MultiHeadAttention::step`] where sequence `b` has `counts[b]` new tokens, in the last rows of `x`; the rows before
     /// them are padding, reach no cache and no other row, and their results mean nothing. See
     /// [`KvCache::append_ragged`].
+    ///
+    /// ```
+    /// # fn main() -> multihead::Result<()> {
+    /// # let gpu = multihead::Gpu::new()?;
+    /// use multihead::{DType, MultiHeadAttention, MultiHeadAttentionConfig, Tensor};
+    ///
+    /// let layer = MultiHeadAttention::seeded(&gpu, MultiHeadAttentionConfig::new(8, 2), 1)?;
+    /// let mut cache = layer.kv_cache(2, 64, DType::F32)?;
+    /// let x = Tensor::zeros(&gpu, DType::F32, &[2, 5, 8])?; // 5 tokens, and 3 behind 2 rows of padding
+    /// let y = layer.step_ragged(&x, &[5, 3], &mut cache)?;
+    /// assert_eq!(y.shape(), [2, 5, 8]);
+    /// assert_eq!(cache.lens(), [5, 3]);
+    /// # Ok(())
+    /// # }
+    /// ```
     ///
     /// # Errors
     ///
@@ -146,6 +175,7 @@ impl MultiHeadAttention {
     /// let mut encoder = gpu.encoder(); // or your own
     /// layer.record_step(&mut encoder, &x, &mut cache, &y)?;
     /// gpu.submit(encoder)?;
+    /// assert_eq!(cache.lens(), [1, 1]);
     /// # Ok(())
     /// # }
     /// ```
@@ -164,6 +194,23 @@ impl MultiHeadAttention {
     }
 
     /// [`MultiHeadAttention::record_step`] with `counts` of new tokens, as [`MultiHeadAttention::step_ragged`].
+    ///
+    /// ```
+    /// # fn main() -> multihead::Result<()> {
+    /// # let gpu = multihead::Gpu::new()?;
+    /// use multihead::{DType, MultiHeadAttention, MultiHeadAttentionConfig, Tensor};
+    ///
+    /// let layer = MultiHeadAttention::seeded(&gpu, MultiHeadAttentionConfig::new(8, 2), 1)?;
+    /// let mut cache = layer.kv_cache(2, 64, DType::F32)?;
+    /// let x = Tensor::zeros(&gpu, DType::F32, &[2, 1, 8])?;
+    /// let y = Tensor::zeros(&gpu, DType::F32, &[2, 1, 8])?;
+    /// let mut encoder = gpu.encoder(); // or your own
+    /// layer.record_step_ragged(&mut encoder, &x, &[1, 0], &mut cache, &y)?; // the second sequence has ended
+    /// gpu.submit(encoder)?;
+    /// assert_eq!(cache.lens(), [1, 0]);
+    /// # Ok(())
+    /// # }
+    /// ```
     ///
     /// # Errors
     ///

@@ -11,6 +11,23 @@ use rayon::prelude::*;
 
 /// A mask broadcast from the right to `[B, H, Lq, Lk - always_visible_keys]`: at most four axes, each 1 or
 /// the target's size.
+///
+/// ```
+/// use multihead::reference::{Attention, Mask};
+/// use multihead::{AttentionOptions, AttentionShape};
+///
+/// let options = AttentionOptions::new();
+/// let mut call = Attention::new(AttentionShape::new(1, 1, 2, 1), &options, &[0.0f64; 2], &[0.0; 2], &[0.0; 2]);
+/// for (mask, weights) in [
+///     (Mask::keep(&[true, false, true, true], &[2, 2]), [1.0, 0.0, 0.5, 0.5]),
+///     (Mask::bias(&[0.0, f32::NEG_INFINITY], &[2]), [1.0, 0.0, 1.0, 0.0]),
+///     (Mask::keep(&[true; 2], &[2, 1]), [0.5; 4]), // an axis of 1 is read again
+/// ] {
+///     call.mask = Some(mask);
+///     assert_eq!(call.run()?.weights, weights);
+/// }
+/// # Ok::<(), multihead::Error>(())
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Mask<'a> {
     /// `true` = attend.
@@ -53,6 +70,18 @@ impl<'a> Mask<'a> {
     }
 
     /// Accepts a last axis that is shorter than the keys (ONNX): keys beyond it are invisible.
+    ///
+    /// ```
+    /// use multihead::reference::{Attention, Mask};
+    /// use multihead::{AttentionOptions, AttentionShape};
+    ///
+    /// let options = AttentionOptions::new();
+    /// let shape = AttentionShape { queries: 1, ..AttentionShape::new(1, 1, 3, 1) };
+    /// let mut call = Attention::new(shape, &options, &[0.0f64], &[0.0; 3], &[0.0; 3]);
+    /// call.mask = Some(Mask::keep(&[true, true], &[2]).with_short_keys());
+    /// assert_eq!(call.run()?.weights, [0.5, 0.5, 0.0]);
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
     pub const fn with_short_keys(self) -> Self {
         match self {
             Self::Keep { data, shape, .. } => Self::Keep {
@@ -112,6 +141,17 @@ pub struct Attention<'a, T> {
 }
 
 /// Answers of [`Attention::run`].
+///
+/// ```
+/// use multihead::reference::{Attention, AttentionOutput};
+/// use multihead::{AttentionOptions, AttentionShape};
+///
+/// let options = AttentionOptions::new();
+/// let call = Attention::new(AttentionShape::new(1, 1, 1, 1), &options, &[2.0f64], &[3.0], &[5.0]);
+/// let AttentionOutput { output, weights, lse } = call.run()?;
+/// assert_eq!((output, weights, lse), (vec![5.0], vec![1.0], vec![6.0]));
+/// # Ok::<(), multihead::Error>(())
+/// ```
 #[derive(Debug, Clone, PartialEq)]
 pub struct AttentionOutput<T> {
     /// `[B, H, Lq, Dv]`; 0 for a row without a visible key.
@@ -155,6 +195,17 @@ impl<'a, T: Real> Attention<'a, T> {
     }
 
     /// [`run`](Self::run) without the weights: memory grows with `Lq`, not with `Lq * Lk`.
+    ///
+    /// ```
+    /// use multihead::{AttentionOptions, AttentionShape, reference::Attention};
+    ///
+    /// let options = AttentionOptions::new();
+    /// let call = Attention::new(AttentionShape::new(1, 1, 1, 1), &options, &[2.0f64], &[3.0], &[5.0]);
+    /// let answer = call.run_output()?;
+    /// assert_eq!((answer.output, answer.lse), (vec![5.0], vec![6.0]));
+    /// assert!(answer.weights.is_empty());
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
     ///
     /// # Errors
     ///

@@ -7,6 +7,18 @@ use crate::{AttentionShape, Causal, Error, MultiHeadAttentionConfig, Result, Rot
 
 /// Parameters of a layer, in PyTorch's layout: `y = x W^T + b`. `H = num_heads`, `Hkv = num_kv_heads`, heads of
 /// size `D = head_dim`; unless the configuration says otherwise, `H * D = Hkv * D = E`.
+///
+/// ```
+/// use multihead::MultiHeadAttentionConfig;
+/// use multihead::reference::{LayerParameters, MultiHead};
+///
+/// let config = MultiHeadAttentionConfig::new(1, 1).bias(false).out_bias(true);
+/// let mut parameters = LayerParameters::new(&[1.0], &[1.0], &[2.0], &[3.0]);
+/// parameters.out_bias = Some(&[0.5]);
+/// let answer = MultiHead::self_attention(&config, parameters, 1, 1, &[1.0f64]).run()?;
+/// assert_eq!(answer.output, [1.0 * 2.0 * 3.0 + 0.5]);
+/// # Ok::<(), multihead::Error>(())
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct LayerParameters<'a> {
     /// `[H * D, E]`.
@@ -84,6 +96,19 @@ pub struct MultiHead<'a, T> {
 }
 
 /// Answers of [`MultiHead::run`].
+///
+/// ```
+/// use multihead::MultiHeadAttentionConfig;
+/// use multihead::reference::{LayerOutput, LayerParameters, MultiHead, mean_heads};
+///
+/// let config = MultiHeadAttentionConfig::new(2, 2).bias(false);
+/// let zeros = [0.0; 4];
+/// let parameters = LayerParameters::new(&zeros, &zeros, &zeros, &zeros);
+/// let LayerOutput { weights, shape, .. } = MultiHead::self_attention(&config, parameters, 1, 2, &[1.0f64; 4]).run()?;
+/// assert_eq!(shape.weights(), [1, 2, 2, 2]);
+/// assert_eq!(mean_heads(&weights, &shape)?, [0.5; 4]);
+/// # Ok::<(), multihead::Error>(())
+/// ```
 #[derive(Debug, Clone, PartialEq)]
 pub struct LayerOutput<T> {
     /// `[B, Lq, E]`.
@@ -155,6 +180,18 @@ impl<'a, T: Real> MultiHead<'a, T> {
     }
 
     /// [`run`](Self::run) without the weights.
+    ///
+    /// ```
+    /// use multihead::MultiHeadAttentionConfig;
+    /// use multihead::reference::{LayerParameters, MultiHead};
+    ///
+    /// let config = MultiHeadAttentionConfig::new(1, 1).bias(false);
+    /// let parameters = LayerParameters::new(&[1.0], &[1.0], &[2.0], &[3.0]);
+    /// let answer = MultiHead::self_attention(&config, parameters, 1, 1, &[1.0f64]).run_output()?;
+    /// assert_eq!(answer.output, [6.0]);
+    /// assert!(answer.weights.is_empty());
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
     ///
     /// # Errors
     ///

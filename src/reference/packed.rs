@@ -7,6 +7,30 @@ use crate::{AttentionOptions, AttentionShape, Error, Result};
 ///
 /// Sequence `b` has queries `cu_seqlens_q[b] .. cu_seqlens_q[b + 1]` and keys
 /// `cu_seqlens_k[b] .. cu_seqlens_k[b + 1]`, and attends to itself alone; positions start anew in each.
+///
+/// ```
+/// use multihead::AttentionOptions;
+/// use multihead::reference::{Packed, packed_attention};
+///
+/// let options = AttentionOptions::new();
+/// let mut packed = Packed {
+///     heads: 1,
+///     kv_heads: 1,
+///     head_dim: 1,
+///     value_dim: 1,
+///     options: &options,
+///     query: &[0.0f64; 3],
+///     key: &[0.0; 3],
+///     value: &[1.0, 2.0, 4.0],
+///     cu_seqlens_q: &[0, 3], // one sequence
+///     cu_seqlens_k: &[0, 3],
+///     sinks: None,
+/// };
+/// assert_eq!(packed_attention(&packed)?.output.len(), 3);
+/// packed.cu_seqlens_k = &[0, 2]; // a key that belongs to no sequence
+/// assert!(packed_attention(&packed).is_err());
+/// # Ok::<(), multihead::Error>(())
+/// ```
 #[derive(Debug, Clone)]
 pub struct Packed<'a, T> {
     /// Query heads, H.
@@ -34,6 +58,29 @@ pub struct Packed<'a, T> {
 }
 
 /// Answers of [`packed_attention`].
+///
+/// ```
+/// # use multihead::AttentionOptions;
+/// use multihead::reference::{PackedOutput, packed_attention};
+///
+/// # let packed = multihead::reference::Packed {
+/// #     heads: 1,
+/// #     kv_heads: 1,
+/// #     head_dim: 1,
+/// #     value_dim: 1,
+/// #     options: &AttentionOptions::new(),
+/// #     query: &[0.0f64; 3],
+/// #     key: &[0.0; 3],
+/// #     value: &[1.0, 2.0, 4.0],
+/// #     cu_seqlens_q: &[0, 1, 3],
+/// #     cu_seqlens_k: &[0, 1, 3],
+/// #     sinks: None,
+/// # };
+/// let PackedOutput { output, lse } = packed_attention(&packed)?; // sequences of one and of two tokens
+/// assert_eq!(output, [1.0, 3.0, 3.0]);
+/// assert_eq!(lse, [0.0, 2f64.ln(), 2f64.ln()]);
+/// # Ok::<(), multihead::Error>(())
+/// ```
 #[derive(Debug, Clone, PartialEq)]
 pub struct PackedOutput<T> {
     /// `[Tq, H, Dv]`.

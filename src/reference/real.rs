@@ -11,6 +11,20 @@ mod sealed {
 }
 
 /// `f32` or `f64`: what the reference computes in.
+///
+/// ```
+/// use multihead::reference::Real;
+///
+/// /// `ln(1 + e^x)`, without overflow.
+/// fn softplus<T: Real>(x: T) -> T {
+///     if x > T::from_f32(30.0) { x } else { (T::ONE + x.exp()).ln() }
+/// }
+/// assert_eq!(softplus(f32::NEG_INFINITY), f32::ZERO);
+/// assert_eq!(softplus(f64::from_f64(0.0)), 2f64.ln());
+/// assert_eq!(softplus(f32::MAX.to_f64()), f64::from_f32(f32::MAX));
+/// assert_eq!((f64::ONE / f64::ZERO).saturate(), <f64 as Real>::MAX);
+/// assert_eq!(<f32 as Real>::NEG_INFINITY.tanh(), -1.0);
+/// ```
 pub trait Real:
     sealed::Sealed
     + Copy

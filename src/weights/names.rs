@@ -22,6 +22,18 @@ use crate::{Error, MultiHeadAttentionConfig, Result};
 ///
 /// Where no shape is given it is that of [`Parameters`]. PyTorch's layers may have `bias_k` and `bias_v` of
 /// `[1, 1, E]` as well.
+///
+/// ```
+/// use multihead::{CheckpointNames, DType, MultiHeadAttentionConfig, Parameters};
+///
+/// let config = MultiHeadAttentionConfig::new(8, 2);
+/// let parameters = Parameters::init(&config, 1)?;
+/// for names in [CheckpointNames::PyTorch, CheckpointNames::Bert, CheckpointNames::Gpt2, CheckpointNames::Llama] {
+///     let file = parameters.to_safetensors(&config, "layer", names, DType::F32)?;
+///     assert_eq!(Parameters::from_safetensors(&config, &file, "layer")?, parameters);
+/// }
+/// # Ok::<(), multihead::Error>(())
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum CheckpointNames {
@@ -288,6 +300,19 @@ impl CheckpointNames {
 ///
 /// The number of query heads is not in a checkpoint's tensors: it stands in the model's own configuration file.
 /// That of key and value heads follows from it.
+///
+/// ```
+/// use multihead::{CheckpointNames, DType, MultiHeadAttentionConfig, Parameters};
+///
+/// let config = MultiHeadAttentionConfig::new(8, 2).out_bias(false);
+/// # let file = Parameters::init(&config, 1)?
+/// #     .to_safetensors(&config, "model.layers.0.self_attn", CheckpointNames::Llama, DType::F32)?;
+/// // let file = std::fs::read("model.safetensors")?;
+/// let info = Parameters::describe(&file, "model.layers.0.self_attn")?;
+/// assert_eq!((info.names, info.embed_dim), (CheckpointNames::Llama, 8));
+/// assert!(info.bias && !info.out_bias && !info.add_bias_kv);
+/// # Ok::<(), multihead::Error>(())
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct CheckpointInfo {

@@ -7,6 +7,7 @@ mod cache;
 mod cases;
 mod decode;
 mod device;
+mod docs;
 mod errors;
 mod examples;
 mod field;
