@@ -450,8 +450,9 @@ impl Gpu {
     }
 
     /// Checks every variant of every kernel that can run on this device, those of the table's other rows for the device
-    /// too, against the reference on awkward sizes. Builds them all, runs them and waits: seconds to minutes, most of
-    /// it in the driver's compiler. `progress` gets each result as it comes.
+    /// too, against the reference on awkward sizes. Builds them all, runs them and waits; most of the time is the driver's
+    /// compiler's: seconds on a GPU, many minutes on a software adapter. `progress` gets each result as it comes.
+    /// [`Gpu::pending_checks`] lets a program choose among them, and stop.
     ///
     /// ```no_run
     /// # fn main() -> multihead::Result<()> {
