@@ -1,4 +1,3 @@
-
 // Strided copy of up to four axes, from one element type to another: joins past and new keys, appends the keys
 // that follow a sequence, gathers a view.
 

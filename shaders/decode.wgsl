@@ -1,4 +1,3 @@
-
 // Attention of a few queries to many keys: the keys are split over workgroups, and the query heads that share a key head
 // are rows of one tile, so that its keys and values are loaded once for them.
 //
@@ -18,73 +17,21 @@ struct Params {
     row_tiles: u32,
     splits: u32,
     split_keys: u32,
-    // The keys to attend to: first_key and the one after the last.
-    first_key: u32,
-    end_key: u32,
-    heads: u32,
     kv_heads: u32,
-    group_size: u32,
-    head_dim: u32,
-    value_dim: u32,
-    query_start: u32,
-    query_batch: u32,
-    query_head: u32,
-    query_row: u32,
-    query_dim: u32,
-    key_start: u32,
-    key_batch: u32,
-    key_head: u32,
-    key_row: u32,
-    key_dim: u32,
-    value_start: u32,
-    value_batch: u32,
-    value_head: u32,
-    value_row: u32,
-    value_dim_stride: u32,
-    output_start: u32,
-    output_split: u32,
-    output_batch: u32,
-    output_head: u32,
-    output_row: u32,
-    output_dim: u32,
-    has_lse: u32,
-    lse_start: u32,
-    lse_split: u32,
-    lse_batch: u32,
-    lse_head: u32,
-    // 1 if outputs are left undivided, and top and sum take the place of the log-sum-exp.
-    partial_range: u32,
-    has_sinks: u32,
-    // Of slopes and sinks in `small`; the rule has those of lengths.
-    slopes_start: u32,
-    sinks_start: u32,
-    sinks_stride: u32,
     // First key head, counted over the whole batch.
     first_head: u32,
+    output_split: u32,
+    lse_split: u32,
+    padding_a: u32,
+    padding_b: u32,
+    padding_c: u32,
+    call: Call,
     rule: Rule,
 }
 
 @group(0) @binding(0) var<uniform> params: Params;
-@group(0) @binding(1) var<storage, read> query: array<query_word>;
-@group(0) @binding(2) var<storage, read> key: array<key_word>;
-@group(0) @binding(3) var<storage, read> value: array<value_word>;
-@group(0) @binding(4) var<storage, read> mask: array<u32>;
-@group(0) @binding(5) var<storage, read> key_mask: array<u32>;
-// Lengths, slopes and sinks in one: WebGPU guarantees eight storage buffers.
-@group(0) @binding(6) var<storage, read> small: array<u32>;
-@group(0) @binding(7) var<storage, read_write> output: array<output_word>;
-@group(0) @binding(8) var<storage, read_write> lse: array<u32>;
 
-const LOWEST_FLOAT: f32 = -3.40282346e38;
-const UNSEEN: vec4<f32> = vec4<f32>(-1.0);
-
-fn load_length(i: u32) -> u32 {
-    return small[i];
-}
-
-fn load_slope(head: u32) -> f32 {
-    return bitcast<f32>(small[params.slopes_start + head]);
-}
+const UNSEEN: f32 = -1.0;
 
 // What a workgroup works on.
 struct Tile {
@@ -102,18 +49,9 @@ struct Tile {
     head: Head,
 }
 
-fn is_finite(x: f32) -> bool {
-    return (bitcast<u32>(x) & 0x7f800000u) != 0x7f800000u;
-}
-
-// a + b where a side of the window may be unbounded; positions stay within +-2^30.
-fn shifted(p: i32, by: i32) -> i32 {
-    return clamp(p, -UNBOUNDED, UNBOUNDED) + by;
-}
-
 // Head and query of a row; those behind the last are the last.
 fn row_head(tile: Tile, c: u32) -> u32 {
-    return tile.kv_head * params.group_size + min(tile.row0 + c, tile.rows - 1u) / params.rule.queries;
+    return tile.kv_head * params.call.group_size + min(tile.row0 + c, tile.rows - 1u) / params.rule.queries;
 }
 
 fn row_query(tile: Tile, c: u32) -> u32 {
@@ -128,13 +66,13 @@ fn find_tile(index: u32) -> Tile {
     let call_head = params.first_head + rest / params.row_tiles;
     tile.batch = call_head / params.kv_heads;
     tile.kv_head = call_head % params.kv_heads;
-    tile.rows = params.group_size * params.rule.queries;
-    tile.key_base = params.key_start + tile.batch * params.key_batch + tile.kv_head * params.key_head;
-    tile.value_base = params.value_start + tile.batch * params.value_batch + tile.kv_head * params.value_head;
+    tile.rows = params.call.group_size * params.rule.queries;
+    tile.key_base = params.call.key_start + tile.batch * params.call.key_batch + tile.kv_head * params.call.key_head;
+    tile.value_base = params.call.value_start + tile.batch * params.call.value_batch + tile.kv_head * params.call.value_head;
     tile.head = rule_head(tile.batch, row_head(tile, 0u));
 
-    let start = params.first_key + tile.split * params.split_keys;
-    let stop = min(start + params.split_keys, params.end_key);
+    let start = params.call.first_key + tile.split * params.split_keys;
+    let stop = min(start + params.split_keys, params.call.end_key);
     var last = min(tile.head.length, params.rule.maskable);
     if params.rule.mask_kind != MASK_NONE {
         last = min(last, params.rule.mask_keys);
@@ -172,9 +110,7 @@ fn row_score(tile: Tile, c: u32, j: u32, dot: f32) -> u32 {
 fn masked(tile: Tile, j: u32, inside: bool, dots: vec4<f32>) -> vec4<u32> {
     var bits: vec4<u32>;
     if PLAIN == 1u {
-        let scores = dots * params.rule.scale;
-        bits = bitcast<vec4<u32>>(vec4<f32>(saturated(scores.x), saturated(scores.y), saturated(scores.z),
-            saturated(scores.w)));
+        bits = plain_scores(dots);
     } else {
         bits = vec4<u32>(row_score(tile, 0u, j, dots.x), row_score(tile, 1u, j, dots.y),
             row_score(tile, 2u, j, dots.z), row_score(tile, 3u, j, dots.w));
@@ -184,18 +120,9 @@ fn masked(tile: Tile, j: u32, inside: bool, dots: vec4<f32>) -> vec4<u32> {
     return select(vec4<u32>(HIDDEN), bits, exists);
 }
 
-// The higher of a maximum and the scores that are visible.
-fn raised(top: vec4<f32>, bits: vec4<u32>) -> vec4<f32> {
-    return max(top, select(bitcast<vec4<f32>>(bits), vec4<f32>(LOWEST_FLOAT), bits == vec4<u32>(HIDDEN)));
-}
-
-fn exponentials(x: vec4<f32>) -> vec4<f32> {
-    return vec4<f32>(exponential(x.x), exponential(x.y), exponential(x.z), exponential(x.w));
-}
-
 // What a score weighs, UNSEEN if its key is invisible.
 fn weight_of(scores: vec4<f32>, top: vec4<f32>) -> vec4<f32> {
-    return select(exponentials(scores - top), UNSEEN, bitcast<vec4<u32>>(scores) == vec4<u32>(HIDDEN));
+    return weights_or(UNSEEN, scores, top);
 }
 
 // A held weight as it counts in sums; NaN stays.
@@ -209,13 +136,13 @@ fn surfaced(held: vec4<f32>, x: f32) -> vec4<f32> {
 }
 
 fn query_place(tile: Tile, c: u32) -> u32 {
-    return params.query_start + tile.batch * params.query_batch + row_head(tile, c) * params.query_head
-        + row_query(tile, c) * params.query_row;
+    return params.call.query_start + tile.batch * params.call.query_batch + row_head(tile, c) * params.call.query_head
+        + row_query(tile, c) * params.call.query_row;
 }
 
 // A dim of the tile's queries.
 fn load_queries(places: vec4<u32>, dim: u32) -> vec4<f32> {
-    let offset = dim * params.query_dim;
+    let offset = dim * params.call.query_dim;
     return vec4<f32>(load_query(places.x + offset), load_query(places.y + offset),
         load_query(places.z + offset), load_query(places.w + offset));
 }
@@ -229,30 +156,27 @@ struct Sums {
     sum: vec4<f32>,
 }
 
-fn sink_of(tile: Tile, c: u32) -> f32 {
-    return bitcast<f32>(small[params.sinks_start + row_head(tile, c) * params.sinks_stride]);
-}
-
 // With the sinks, if they belong to this dispatch: keys without a value.
 fn with_sinks(tile: Tile, sums: Sums) -> Sums {
-    if params.has_sinks == 0u {
+    if params.call.has_sinks == 0u {
         return sums;
     }
-    let sinks = vec4<f32>(sink_of(tile, 0u), sink_of(tile, 1u), sink_of(tile, 2u), sink_of(tile, 3u));
+    let sinks = vec4<f32>(load_sink(row_head(tile, 0u)), load_sink(row_head(tile, 1u)),
+        load_sink(row_head(tile, 2u)), load_sink(row_head(tile, 3u)));
     let top = max(sums.top, sinks);
     return Sums(top, sums.sum * exponentials(sums.top - top) + exponentials(sinks - top));
 }
 
 // What outputs relative to `top` are multiplied by before they are stored. A row without a key has sum 0.
 fn output_factor(top: vec4<f32>, sums: Sums) -> vec4<f32> {
-    let whole = (sums.sum == vec4<f32>(0.0)) | vec4<bool>(params.partial_range != 0u);
+    let whole = (sums.sum == vec4<f32>(0.0)) | vec4<bool>(params.call.partial_range != 0u);
     return select(exponentials(top - sums.top) / sums.sum, vec4<f32>(1.0), whole);
 }
 
 fn store_cell(tile: Tile, c: u32, dim: u32, x: f32) {
-    if tile.row0 + c < tile.rows && dim < params.value_dim {
-        store(params.output_start + tile.split * params.output_split + tile.batch * params.output_batch
-            + row_head(tile, c) * params.output_head + row_query(tile, c) * params.output_row + dim * params.output_dim, x);
+    if tile.row0 + c < tile.rows && dim < params.call.value_dim {
+        store(params.call.output_start + tile.split * params.output_split + tile.batch * params.call.output_batch
+            + row_head(tile, c) * params.call.output_head + row_query(tile, c) * params.call.output_row + dim * params.call.output_dim, x);
     }
 }
 
@@ -265,20 +189,14 @@ fn store_four(tile: Tile, dim: u32, x: vec4<f32>) {
 
 fn store_row_lse(tile: Tile, c: u32, top: f32, sum: f32) {
     if tile.row0 + c < tile.rows {
-        let at = params.lse_start + tile.split * params.lse_split + tile.batch * params.lse_batch
-            + row_head(tile, c) * params.lse_head + row_query(tile, c) * (1u + params.partial_range);
-        if params.partial_range != 0u {
-            lse[at] = bitcast<u32>(top);
-            lse[at + 1u] = bitcast<u32>(sum);
-        } else {
-            lse[at] = select(bitcast<u32>(top + log(sum)), HIDDEN, sum == 0.0);
-        }
+        store_sums(params.call.lse_start + tile.split * params.lse_split + tile.batch * params.call.lse_batch
+            + row_head(tile, c) * params.call.lse_head + row_query(tile, c) * lse_words(), top, sum);
     }
 }
 
 // The log-sum-exps, or tops and sums.
 fn store_lse(tile: Tile, sums: Sums) {
-    if params.has_lse != 0u {
+    if params.call.has_lse != 0u {
         store_row_lse(tile, 0u, sums.top.x, sums.sum.x);
         store_row_lse(tile, 1u, sums.top.y, sums.sum.y);
         store_row_lse(tile, 2u, sums.top.z, sums.sum.z);

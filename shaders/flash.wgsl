@@ -1,4 +1,3 @@
-
 // Fused attention: softmax(rule(scale * Q K^T)) V in one pass over the keys; no score reaches memory.
 //
 //   top = max over the keys so far, sum = sum_j exp(s_j - top), output = sum_j exp(s_j - top) v_j
@@ -28,73 +27,20 @@ struct Params {
     first_head: u32,
     first_row: u32,
     rows: u32,
-    // The keys to attend to: first_key and the one after the last.
-    first_key: u32,
-    end_key: u32,
-    heads: u32,
-    // Query heads that share a key head.
-    group_size: u32,
-    head_dim: u32,
-    value_dim: u32,
-    query_start: u32,
-    query_batch: u32,
-    query_head: u32,
-    query_row: u32,
-    query_dim: u32,
-    key_start: u32,
-    key_batch: u32,
-    key_head: u32,
-    key_row: u32,
-    key_dim: u32,
-    value_start: u32,
-    value_batch: u32,
-    value_head: u32,
-    value_row: u32,
-    value_dim_stride: u32,
-    output_start: u32,
-    output_batch: u32,
-    output_head: u32,
-    output_row: u32,
-    output_dim: u32,
-    has_lse: u32,
-    lse_start: u32,
-    lse_batch: u32,
-    lse_head: u32,
-    // 1 if outputs are left undivided, and top and sum take the place of the log-sum-exp.
-    partial_range: u32,
-    has_sinks: u32,
-    // Of slopes and sinks in `small`; the rule has those of lengths.
-    slopes_start: u32,
-    sinks_start: u32,
-    sinks_stride: u32,
     // 1 if `small` starts with the seams between packed sequences, first those of the queries, then those of the keys.
     is_packed: u32,
     key_seams: u32,
+    padding_a: u32,
+    padding_b: u32,
+    padding_c: u32,
+    call: Call,
     rule: Rule,
 }
 
 @group(0) @binding(0) var<uniform> params: Params;
-@group(0) @binding(1) var<storage, read> query: array<query_word>;
-@group(0) @binding(2) var<storage, read> key: array<key_word>;
-@group(0) @binding(3) var<storage, read> value: array<value_word>;
-@group(0) @binding(4) var<storage, read> mask: array<u32>;
-@group(0) @binding(5) var<storage, read> key_mask: array<u32>;
-// Lengths, slopes and sinks in one: WebGPU guarantees eight storage buffers.
-@group(0) @binding(6) var<storage, read> small: array<u32>;
-@group(0) @binding(7) var<storage, read_write> output: array<output_word>;
-@group(0) @binding(8) var<storage, read_write> lse: array<u32>;
 
 // The error of a sum grows with FOLD_KEYS and with the number of blocks, not with the keys.
 const FOLD_KEYS: u32 = 512u;
-const LOWEST_FLOAT: f32 = -3.40282346e38;
-
-fn load_length(i: u32) -> u32 {
-    return small[i];
-}
-
-fn load_slope(head: u32) -> f32 {
-    return bitcast<f32>(small[params.slopes_start + head]);
-}
 
 // What a workgroup works on.
 struct Tile {
@@ -115,35 +61,21 @@ struct Tile {
     end: u32,
 }
 
-fn is_finite(x: f32) -> bool {
-    return (bitcast<u32>(x) & 0x7f800000u) != 0x7f800000u;
-}
-
-// a + b where a side of the window may be unbounded; positions stay within +-2^30.
-fn shifted(p: i32, by: i32) -> i32 {
-    return clamp(p, -UNBOUNDED, UNBOUNDED) + by;
-}
-
-// Words of a row in `lse`.
-fn lse_words() -> u32 {
-    return 1u + params.partial_range;
-}
-
 fn find_tile(index: u32) -> Tile {
     let rest = index / params.col_tiles;
     let call_head = params.first_head + rest / params.row_tiles;
-    let batch = call_head / params.heads;
-    let h = call_head % params.heads;
+    let batch = call_head / params.call.heads;
+    let h = call_head % params.call.heads;
     var tile: Tile;
     tile.head = rule_head(batch, h);
     tile.row0 = params.first_row + rest % params.row_tiles * TILE_ROWS;
     tile.end_row = params.first_row + params.rows;
     tile.col0 = index % params.col_tiles * TILE_DIMS;
-    tile.query_base = params.query_start + batch * params.query_batch + h * params.query_head;
-    tile.key_base = params.key_start + batch * params.key_batch + h / params.group_size * params.key_head;
-    tile.value_base = params.value_start + batch * params.value_batch + h / params.group_size * params.value_head;
-    tile.output_base = params.output_start + batch * params.output_batch + h * params.output_head;
-    tile.lse_base = params.lse_start + batch * params.lse_batch + h * params.lse_head;
+    tile.query_base = params.call.query_start + batch * params.call.query_batch + h * params.call.query_head;
+    tile.key_base = params.call.key_start + batch * params.call.key_batch + h / params.call.group_size * params.call.key_head;
+    tile.value_base = params.call.value_start + batch * params.call.value_batch + h / params.call.group_size * params.call.value_head;
+    tile.output_base = params.call.output_start + batch * params.call.output_batch + h * params.call.output_head;
+    tile.lse_base = params.call.lse_start + batch * params.call.lse_batch + h * params.call.lse_head;
     if params.is_packed != 0u {
         let first_query = small[batch];
         let queries = small[batch + 1u] - first_query;
@@ -154,20 +86,20 @@ fn find_tile(index: u32) -> Tile {
             tile.head.offset += i32(tile.head.length) - i32(queries);
         }
         tile.end_row = min(tile.end_row, queries);
-        tile.query_base += first_query * params.query_row;
-        tile.key_base += first_key * params.key_row;
-        tile.value_base += first_key * params.value_row;
-        tile.output_base += first_query * params.output_row;
+        tile.query_base += first_query * params.call.query_row;
+        tile.key_base += first_key * params.call.key_row;
+        tile.value_base += first_key * params.call.value_row;
+        tile.output_base += first_query * params.call.output_row;
         tile.lse_base += first_query * lse_words();
     }
 
     // What the window, the length and a short mask hide from all of the tile's rows is not even looked at.
-    let maskable = min(params.rule.maskable, params.end_key);
+    let maskable = min(params.rule.maskable, params.call.end_key);
     var last = min(tile.head.length, maskable);
     if params.rule.mask_kind != MASK_NONE {
         last = min(last, params.rule.mask_keys);
     }
-    var first = params.first_key;
+    var first = params.call.first_key;
     let last_row = min(tile.row0 + TILE_ROWS, tile.end_row) - 1u;
     if params.rule.left < UNBOUNDED {
         first = max(first, u32(max(shifted(i32(tile.row0) + tile.head.offset, -params.rule.left), 0)));
@@ -177,8 +109,8 @@ fn find_tile(index: u32) -> Tile {
     }
     tile.first = first;
     tile.last = last;
-    tile.tail = max(maskable, params.first_key);
-    tile.end = params.end_key;
+    tile.tail = max(maskable, params.call.first_key);
+    tile.end = params.call.end_key;
     return tile;
 }
 
@@ -186,10 +118,10 @@ fn find_tile(index: u32) -> Tile {
 const LOOK_KEYS: u32 = 16u;
 
 fn are_four_finite(at: u32, j: u32, last_key: u32) -> bool {
-    let first = is_finite(load_value(at + min(j, last_key) * params.value_row));
-    let second = is_finite(load_value(at + min(j + 1u, last_key) * params.value_row));
-    let third = is_finite(load_value(at + min(j + 2u, last_key) * params.value_row));
-    let fourth = is_finite(load_value(at + min(j + 3u, last_key) * params.value_row));
+    let first = is_finite(load_value(at + min(j, last_key) * params.call.value_row));
+    let second = is_finite(load_value(at + min(j + 1u, last_key) * params.call.value_row));
+    let third = is_finite(load_value(at + min(j + 2u, last_key) * params.call.value_row));
+    let fourth = is_finite(load_value(at + min(j + 3u, last_key) * params.call.value_row));
     return first & second & third & fourth;
 }
 
@@ -201,7 +133,7 @@ fn is_visible(tile: Tile, row: u32, j: u32) -> bool {
 fn sum_not_finite(tile: Tile, row: u32, rows: u32, at: u32, j: u32, stop: u32) -> vec4<f32> {
     var sums = vec4<f32>(0.0);
     for (var k = j; k < stop; k++) {
-        let loaded = load_value(at + k * params.value_row);
+        let loaded = load_value(at + k * params.call.value_row);
         if !is_finite(loaded) {
             for (var r = 0u; r < rows; r++) {
                 sums[r] += select(0.0, loaded, is_visible(tile, row + r, k));
@@ -214,8 +146,8 @@ fn sum_not_finite(tile: Tile, row: u32, rows: u32, at: u32, j: u32, stop: u32) -
 // Over the outputs of up to four rows: what visible values that are not finite add up to. A finite sum changes nothing
 // about it.
 fn write_not_finite(tile: Tile, row: u32, rows: u32) {
-    for (var dim = tile.col0; dim < min(tile.col0 + TILE_DIMS, params.value_dim); dim++) {
-        let at = tile.value_base + dim * params.value_dim_stride;
+    for (var dim = tile.col0; dim < min(tile.col0 + TILE_DIMS, params.call.value_dim); dim++) {
+        let at = tile.value_base + dim * params.call.value_dim_stride;
         var sums = vec4<f32>(0.0);
         var j = tile.first;
         var stop = tile.last;
@@ -248,9 +180,7 @@ fn write_not_finite(tile: Tile, row: u32, rows: u32) {
 fn masked(head: Head, row: u32, j: u32, inside: bool, dots: vec4<f32>) -> vec4<u32> {
     var bits: vec4<u32>;
     if PLAIN == 1u {
-        let scores = dots * params.rule.scale;
-        bits = bitcast<vec4<u32>>(vec4<f32>(saturated(scores.x), saturated(scores.y), saturated(scores.z),
-            saturated(scores.w)));
+        bits = plain_scores(dots);
     } else {
         bits = vec4<u32>(rule_score(head, row, j, dots.x), rule_score(head, row + 1u, j, dots.y),
             rule_score(head, row + 2u, j, dots.z), rule_score(head, row + 3u, j, dots.w));
@@ -258,18 +188,9 @@ fn masked(head: Head, row: u32, j: u32, inside: bool, dots: vec4<f32>) -> vec4<u
     return select(vec4<u32>(HIDDEN), bits, inside);
 }
 
-// The higher of a maximum and the scores that are visible.
-fn raised(top: vec4<f32>, bits: vec4<u32>) -> vec4<f32> {
-    return max(top, select(bitcast<vec4<f32>>(bits), vec4<f32>(LOWEST_FLOAT), bits == vec4<u32>(HIDDEN)));
-}
-
-fn exponentials(x: vec4<f32>) -> vec4<f32> {
-    return vec4<f32>(exponential(x.x), exponential(x.y), exponential(x.z), exponential(x.w));
-}
-
 // What scores weigh before the division by the sum; an invisible one has the bits of HIDDEN.
 fn weight_of(scores: vec4<f32>, top: vec4<f32>) -> vec4<f32> {
-    return select(exponentials(scores - top), vec4<f32>(0.0), bitcast<vec4<u32>>(scores) == vec4<u32>(HIDDEN));
+    return weights_or(0.0, scores, top);
 }
 
 struct Start {
@@ -279,21 +200,21 @@ struct Start {
 
 // Maximum and sum before the first key. A sink is a key without a value that every row meets first.
 fn first_key_of_all(h: u32) -> Start {
-    if params.has_sinks != 0u {
-        return Start(bitcast<f32>(small[params.sinks_start + h * params.sinks_stride]), 1.0);
+    if params.call.has_sinks != 0u {
+        return Start(load_sink(h), 1.0);
     }
     return Start(LOWEST_FLOAT, 0.0);
 }
 
 // A row without a key and without a sink has sum 0; any other's is about 1 or more.
 fn divided(outputs: vec4<f32>, sum: vec4<f32>) -> vec4<f32> {
-    let whole = (sum == vec4<f32>(0.0)) | vec4<bool>(params.partial_range != 0u);
+    let whole = (sum == vec4<f32>(0.0)) | vec4<bool>(params.call.partial_range != 0u);
     return outputs / select(sum, vec4<f32>(1.0), whole);
 }
 
 fn store_cell(tile: Tile, row: u32, dim: u32, x: f32) {
-    if row < tile.end_row && dim < params.value_dim {
-        store(tile.output_base + row * params.output_row + dim * params.output_dim, x);
+    if row < tile.end_row && dim < params.call.value_dim {
+        store(tile.output_base + row * params.call.output_row + dim * params.call.output_dim, x);
     }
 }
 
@@ -306,19 +227,13 @@ fn store_four(tile: Tile, row: u32, dim: u32, x: vec4<f32>) {
 
 fn store_row_lse(tile: Tile, row: u32, top: f32, sum: f32) {
     if row < tile.end_row {
-        let at = tile.lse_base + row * lse_words();
-        if params.partial_range != 0u {
-            lse[at] = bitcast<u32>(top);
-            lse[at + 1u] = bitcast<u32>(sum);
-        } else {
-            lse[at] = select(bitcast<u32>(top + log(sum)), HIDDEN, sum == 0.0);
-        }
+        store_sums(tile.lse_base + row * lse_words(), top, sum);
     }
 }
 
 // The log-sum-exp of four rows, or their top and sum, written by the first column tile alone.
 fn store_lse(tile: Tile, row: u32, top: vec4<f32>, sum: vec4<f32>) {
-    if params.has_lse != 0u && tile.col0 == 0u {
+    if params.call.has_lse != 0u && tile.col0 == 0u {
         store_row_lse(tile, row, top.x, sum.x);
         store_row_lse(tile, row + 1u, top.y, sum.y);
         store_row_lse(tile, row + 2u, top.z, sum.z);

@@ -1,4 +1,3 @@
-
 // Joins lengths, slopes and sinks, each a strided vector of words, one behind the other: the fused kernel has one
 // binding for the three.
 

@@ -1,4 +1,3 @@
-
 // Linear projection y = x W^T + b with W in PyTorch's [out, in] layout, written where the next kernel reads it.
 //
 // The columns of y are cut into up to three parts (queries, keys, values), each cut into heads: a part's column

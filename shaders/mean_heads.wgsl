@@ -1,4 +1,3 @@
-
 // Mean of the weights over the heads: mean[batch, row, key] = sum_h weights[batch, h, row, key] / heads.
 
 struct Params {

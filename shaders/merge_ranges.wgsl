@@ -1,4 +1,3 @@
-
 // Puts together what flash.wgsl or decode.wgsl computed of ranges of the keys: each range has, for a row, its outputs before the
 // division, and the maximum (top) and sum that they are relative to.
 //

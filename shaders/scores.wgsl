@@ -1,4 +1,3 @@
-
 // Masked scores of a chunk of query rows: scores[head, row, key] = rule(scale * q . k), as bits.
 //
 // A workgroup computes one tile of one head. The rows of the chunk are `rows` rows from `first_row` on of each

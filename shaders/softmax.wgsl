@@ -1,4 +1,3 @@
-
 // Row softmax in place: score bits become weights, and the log-sum-exp is written where it is wanted.
 //
 //   m = max s_j,  w_j = exp(s_j - m) / sum,  sum = sum_j exp(s_j - m),  lse = m + ln(sum)

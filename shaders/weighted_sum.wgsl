@@ -1,4 +1,3 @@
-
 // Weighted sum of the values, written through the output's strides: head-merged where those say so.
 //
 //   output[batch, row, head, dim] = sum_j weights[head, row, j] * value[batch, kv_head, j, dim]

@@ -6,7 +6,7 @@
 use crate::{
     Error, Gpu, Result,
     kernel::{Storage, Variant},
-    kernels::{flash, linear, scores, weighted_sum},
+    kernels::{attention::Storages, flash, linear, scores, weighted_sum},
     self_check,
     tuning::{FlashTile, Tile},
 };
@@ -67,7 +67,7 @@ impl Gpu {
     /// Tile of the fused kernel.
     pub(crate) fn flash_tile(
         &self,
-        storages: flash::Storages,
+        storages: Storages,
         plain: bool,
         head_dim: usize,
         value_dim: usize,

@@ -7,7 +7,9 @@ use crate::{
     attention::{check_decode, check_fused},
     kernel::{Batch, Binding, Storage, Variant},
     kernels::{
-        Chunk, decode, flash, linear as linear_kernel,
+        Chunk,
+        attention::Storages,
+        decode, flash, linear as linear_kernel,
         linear::Part,
         scores as scores_kernel,
         scores::{Operand, Rule},
@@ -245,7 +247,7 @@ fn attend(
     variant: &Variant,
     shape: AttentionShape,
     plain: bool,
-    [query, key, value, output]: flash::Storages,
+    [query, key, value, output]: Storages,
     record: impl FnOnce(&mut Batch, &AttentionOptions, [&Tensor; 4]) -> Result<()>,
 ) -> Result<()> {
     let options = if plain {
@@ -270,7 +272,7 @@ fn attend(
     compare(variant, &output, &truth.output)
 }
 
-pub(crate) fn flash(gpu: &Gpu, tile: FlashTile, plain: bool, storages: flash::Storages) -> Result<()> {
+pub(crate) fn flash(gpu: &Gpu, tile: FlashTile, plain: bool, storages: Storages) -> Result<()> {
     let variant = flash::variant(tile, plain, storages);
     let (head_dim, value_dim) = tile.awkward_dims();
     let shape = AttentionShape {
@@ -316,7 +318,7 @@ enum Work {
     Scores(Tile, [Storage; 2]),
     WeightedSum(Tile, [Storage; 2]),
     Decode(DecodeTile, bool, Storage),
-    Flash(FlashTile, bool, flash::Storages),
+    Flash(FlashTile, bool, Storages),
 }
 
 /// A variant that [`PendingCheck::run`] checks; [`Gpu::pending_checks`] lists them.

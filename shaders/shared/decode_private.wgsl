@@ -122,19 +122,19 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
     }
     let tile = find_tile(index);
     let keys = max(tile.end, tile.first) - tile.first;
-    if keys == 0u && params.partial_range != 0u {
+    if keys == 0u && params.call.partial_range != 0u {
         if thread == 0u {
             store_lse(tile, Sums(vec4<f32>(LOWEST_FLOAT), vec4<f32>(0.0)));
         }
         return;
     }
-    last_dim = max(params.head_dim, 1u) - 1u;
-    key_dim = params.key_dim;
-    last_value_dim = max(params.value_dim, 1u) - 1u;
-    value_dim = params.value_dim_stride;
+    last_dim = max(params.call.head_dim, 1u) - 1u;
+    key_dim = params.call.key_dim;
+    last_value_dim = max(params.call.value_dim, 1u) - 1u;
+    value_dim = params.call.value_dim_stride;
     not_finite = false;
     let places = query_places(tile);
-    for (var dim = 0u; dim < params.head_dim; dim++) {
+    for (var dim = 0u; dim < params.call.head_dim; dim++) {
         queries[dim] = own_rows(load_queries(places, dim));
     }
 
@@ -142,7 +142,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
     let slots = (keys + WORKGROUP - 1u) / WORKGROUP;
     for (var slot = 0u; slot < slots; slot++) {
         let j = tile.first + slot * WORKGROUP + thread;
-        let dots = dot_products(tile.key_base + min(j, tile.end - 1u) * params.key_row);
+        let dots = dot_products(tile.key_base + min(j, tile.end - 1u) * params.call.key_row);
         let bits = masked(tile, j, j < tile.end, all_rows(dots));
         held[slot] = bitcast<vec4<f32>>(bits);
         top = raised(top, bits);
@@ -155,13 +155,13 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
     }
     for (var slot = 0u; slot < slots; slot++) {
         let j = min(tile.first + slot * WORKGROUP + thread, tile.end - 1u);
-        add_all_values(tile.value_base + j * params.value_row, own_rows(counted(held[slot])));
+        add_all_values(tile.value_base + j * params.call.value_row, own_rows(counted(held[slot])));
     }
     if not_finite {
-        for (var dim = 0u; dim < params.value_dim; dim++) {
+        for (var dim = 0u; dim < params.call.value_dim; dim++) {
             for (var slot = 0u; slot < slots; slot++) {
                 let j = min(tile.first + slot * WORKGROUP + thread, tile.end - 1u);
-                let x = load_value(tile.value_base + j * params.value_row + dim * value_dim);
+                let x = load_value(tile.value_base + j * params.call.value_row + dim * value_dim);
                 if !is_finite(x) {
                     outputs[dim] += own_rows(surfaced(held[slot], x));
                 }
@@ -185,7 +185,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
     }
     let sums = with_sinks(tile, Sums(highest, total));
     let scale = output_factor(highest, sums);
-    for (var col0 = 0u; col0 < params.value_dim; col0 += MEET_COLS) {
+    for (var col0 = 0u; col0 < params.call.value_dim; col0 += MEET_COLS) {
         workgroupBarrier();
         for (var col = 0u; col < MEET_COLS; col++) {
             // A value that is not finite stays what it is however little it weighs.

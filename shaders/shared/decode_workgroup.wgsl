@@ -49,24 +49,24 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
     }
     let tile = find_tile(index);
     let keys = max(tile.end, tile.first) - tile.first;
-    if keys == 0u && params.partial_range != 0u {
+    if keys == 0u && params.call.partial_range != 0u {
         if thread == 0u {
             store_lse(tile, Sums(vec4<f32>(LOWEST_FLOAT), vec4<f32>(0.0)));
         }
         return;
     }
     let places = query_places(tile);
-    for (var dim = thread; dim < params.head_dim; dim += WORKGROUP) {
+    for (var dim = thread; dim < params.call.head_dim; dim += WORKGROUP) {
         queries[dim] = load_queries(places, dim);
     }
     workgroupBarrier();
 
     var own_top = vec4<f32>(LOWEST_FLOAT);
     for (var k = thread; k < keys; k += WORKGROUP) {
-        let at = tile.key_base + (tile.first + k) * params.key_row;
+        let at = tile.key_base + (tile.first + k) * params.call.key_row;
         var dots = vec4<f32>(0.0);
-        for (var dim = 0u; dim < params.head_dim; dim++) {
-            dots = fma(queries[dim], vec4<f32>(load_key(at + dim * params.key_dim)), dots);
+        for (var dim = 0u; dim < params.call.head_dim; dim++) {
+            dots = fma(queries[dim], vec4<f32>(load_key(at + dim * params.call.key_dim)), dots);
         }
         let bits = masked(tile, tile.first + k, true, dots);
         held[k] = bitcast<vec4<f32>>(bits);
@@ -82,19 +82,19 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
     let sums = with_sinks(tile, Sums(top, sum_of_all(thread, own_sum)));
     let scale = output_factor(top, sums);
     // The barriers of the sum made the weights known to all.
-    for (var col = thread; col < params.value_dim; col += WORKGROUP) {
-        let at = tile.value_base + tile.first * params.value_row + col * params.value_dim_stride;
+    for (var col = thread; col < params.call.value_dim; col += WORKGROUP) {
+        let at = tile.value_base + tile.first * params.call.value_row + col * params.call.value_dim_stride;
         var x = vec4<f32>(0.0);
         var not_finite = false;
         for (var k = 0u; k < keys; k++) {
-            let loaded = load_value(at + k * params.value_row);
+            let loaded = load_value(at + k * params.call.value_row);
             let finite = is_finite(loaded);
             not_finite = not_finite || !finite;
             x = fma(counted(held[k]), vec4<f32>(select(0.0, loaded, finite)), x);
         }
         if not_finite {
             for (var k = 0u; k < keys; k++) {
-                let loaded = load_value(at + k * params.value_row);
+                let loaded = load_value(at + k * params.call.value_row);
                 if !is_finite(loaded) {
                     x += surfaced(held[k], loaded);
                 }

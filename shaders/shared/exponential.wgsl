@@ -1,4 +1,3 @@
-
 // e^x to about one ulp, for x up to 80; below -87 it is 0, which also spares infinite arguments. A NaN passes
 // through.
 //

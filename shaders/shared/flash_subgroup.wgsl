@@ -273,15 +273,15 @@ fn main(
     tile = found;
     let row = tile.row0 + 4u * thread;
     let last_row = tile.end_row - 1u;
-    query_at = tile.query_base + params.query_row
+    query_at = tile.query_base + params.call.query_row
         * vec4<u32>(min(row, last_row), min(row + 1u, last_row), min(row + 2u, last_row), min(row + 3u, last_row));
     step = lane % LANES;
-    last_dim = max(params.head_dim, 1u) - 1u;
-    last_value_dim = max(params.value_dim, 1u) - 1u;
-    query_dim = params.query_dim;
-    key_row = params.key_row;
-    key_dim = params.key_dim;
-    value_dim = params.value_dim_stride;
+    last_dim = max(params.call.head_dim, 1u) - 1u;
+    last_value_dim = max(params.call.value_dim, 1u) - 1u;
+    query_dim = params.call.query_dim;
+    key_row = params.call.key_row;
+    key_dim = params.call.key_dim;
+    value_dim = params.call.value_dim_stride;
     not_finite = false;
     let start = first_key_of_all(tile.head.head);
     top = vec4<f32>(start.top);
@@ -289,7 +289,7 @@ fn main(
     total_sum = vec4<f32>(start.sum);
     sum = vec4<f32>(0.0);
     if DIM > 0u {
-        for (var dim = 0u; dim < params.head_dim; dim += LANES) {
+        for (var dim = 0u; dim < params.call.head_dim; dim += LANES) {
             load_queries(dim, dim);
         }
     }
@@ -308,12 +308,12 @@ fn main(
             break;
         }
         last_key = stop - 1u;
-        value_at = tile.value_base + min(j + step, last_key) * params.value_row;
+        value_at = tile.value_base + min(j + step, last_key) * params.call.value_row;
         if KEYS > LANES {
-            second_value_at = tile.value_base + min(j + LANES + step, last_key) * params.value_row;
+            second_value_at = tile.value_base + min(j + LANES + step, last_key) * params.call.value_row;
         }
         weights = array<vec4<f32>, KEYS>();
-        for (var dim = 0u; dim < params.head_dim; dim += LANES) {
+        for (var dim = 0u; dim < params.call.head_dim; dim += LANES) {
             if DIM == 0u {
                 load_queries(0u, dim);
                 add_scores(0u, dim, j);

@@ -47,8 +47,8 @@ var<private> grid_row: u32;
 var<private> grid_col: u32;
 
 fn load_query_at(row: u32, dim: u32) -> f32 {
-    let last_dim = params.head_dim - 1u;
-    let x = load_query(tile.query_base + min(row, tile.end_row - 1u) * params.query_row + min(dim, last_dim) * params.query_dim);
+    let last_dim = params.call.head_dim - 1u;
+    let x = load_query(tile.query_base + min(row, tile.end_row - 1u) * params.call.query_row + min(dim, last_dim) * params.call.query_dim);
     return select(0.0, x, dim <= last_dim);
 }
 
@@ -64,16 +64,16 @@ fn copy_queries(dim0: u32, thread: u32) {
 // Dims outside are 0, keys outside are hidden.
 fn copy_keys(dim0: u32, j: u32, last_key: u32, thread: u32) {
     for (var i = thread; i < DEPTH * TILE_KEYS; i += WORKGROUP) {
-        let dim = min(dim0 + i % DEPTH, params.head_dim - 1u);
-        let x = load_key(tile.key_base + min(j + i / DEPTH, last_key) * params.key_row + dim * params.key_dim);
-        tile_b[i % DEPTH * STRIDE_B + i / DEPTH] = select(0.0, x, dim0 + i % DEPTH < params.head_dim);
+        let dim = min(dim0 + i % DEPTH, params.call.head_dim - 1u);
+        let x = load_key(tile.key_base + min(j + i / DEPTH, last_key) * params.call.key_row + dim * params.call.key_dim);
+        tile_b[i % DEPTH * STRIDE_B + i / DEPTH] = select(0.0, x, dim0 + i % DEPTH < params.call.head_dim);
     }
 }
 
 fn copy_values(j: u32, last_key: u32, thread: u32) {
     for (var i = thread; i < DEPTH * TILE_DIMS; i += WORKGROUP) {
-        let dim = min(tile.col0 + i % TILE_DIMS, max(params.value_dim, 1u) - 1u);
-        let x = load_value(tile.value_base + min(j + i / TILE_DIMS, last_key) * params.value_row + dim * params.value_dim_stride);
+        let dim = min(tile.col0 + i % TILE_DIMS, max(params.call.value_dim, 1u) - 1u);
+        let x = load_value(tile.value_base + min(j + i / TILE_DIMS, last_key) * params.call.value_row + dim * params.call.value_dim_stride);
         let finite = is_finite(x);
         not_finite = not_finite | !finite;
         tile_b[i / TILE_DIMS * STRIDE_B + i % TILE_DIMS] = select(0.0, x, finite);
@@ -322,7 +322,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
             break;
         }
         dots = array<vec4<f32>, COLS * ROW_GROUPS>();
-        for (var dim = 0u; dim < params.head_dim; dim += DEPTH) {
+        for (var dim = 0u; dim < params.call.head_dim; dim += DEPTH) {
             workgroupBarrier();
             copy_queries(dim, thread);
             copy_keys(dim, j, stop - 1u, thread);

@@ -1,4 +1,3 @@
-
 // The attention rule from the dot product to the masked score. The kernel binds mask and key_mask and
 // supplies load_length(i) and load_slope(head); what is absent is a placeholder that no branch here reads.
 //

@@ -1,4 +1,3 @@
-
 // Hands each cell of a finished tile to the kernel's store_cell(row, col, place, value), where place is
 // row_place(row) + col_place(col): what a row or column costs to find is paid once for it.
 fn store_tile(row0: u32, col0: u32, thread: u32) {

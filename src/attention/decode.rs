@@ -8,7 +8,9 @@ use crate::{
     gpu::Scratch,
     kernel::{Batch, Binding, Storage, most_bytes},
     kernels::{
-        Chunk, decode, join_words,
+        Chunk,
+        attention::Operands,
+        decode, join_words,
         merge_ranges::{self, Lse, Ranges},
         scores::{Operand, Rule},
     },
@@ -156,22 +158,27 @@ impl Attention {
         let mut dispatch = decode::Call {
             first_head: chunk.first_head,
             head_count: chunk.head_count,
-            keys: keys.clone(),
             splits: splits.count,
             split_keys: splits.keys,
-            query: window.bind_query(gpu, "query", call.query)?,
-            key: window.bind_key(gpu, "key", call.key)?,
-            value: window.bind_key(gpu, "value", call.value)?,
-            output: (output.clone(), 0),
-            mask,
-            key_mask: bound.key_mask.clone(),
-            words: words.words.clone(),
-            slopes_start: words.slopes_start,
-            sinks: words.sinks,
-            lse: lse.clone().map(|lse| (lse, 0)),
-            rule: Rule {
-                mask_start,
-                ..words.rule
+            output_split: 0,
+            lse_split: 0,
+            operands: Operands {
+                keys: keys.clone(),
+                partial: splits.count > 1,
+                query: window.bind_query(gpu, "query", call.query)?,
+                key: window.bind_key(gpu, "key", call.key)?,
+                value: window.bind_key(gpu, "value", call.value)?,
+                output: output.clone(),
+                mask,
+                key_mask: bound.key_mask.clone(),
+                words: words.words.clone(),
+                slopes_start: words.slopes_start,
+                sinks: words.sinks,
+                lse: lse.clone(),
+                rule: Rule {
+                    mask_start,
+                    ..words.rule
+                },
             },
         };
         if splits.reach == 1 {
@@ -195,30 +202,26 @@ impl Attention {
         let width = cols as u32;
         // The chunk's first head lies at the start; counts wrap as the kernel's do.
         let place = (chunk.first_head as u32).wrapping_mul(of_head).wrapping_neg();
-        dispatch.output = (
-            Operand {
-                binding: outputs.clone(),
-                storage: Storage::F32,
-                start: place.wrapping_mul(width),
-                strides: [
-                    of_batch.wrapping_mul(width),
-                    of_head.wrapping_mul(width),
-                    width,
-                    1,
-                ],
-            },
-            (rows as u32).wrapping_mul(width),
-        );
-        dispatch.lse = Some((
-            Lse {
-                binding: sums.clone(),
-                start: place.wrapping_mul(2),
-                batch: of_batch.wrapping_mul(2),
-                head: of_head.wrapping_mul(2),
-            },
-            2 * rows as u32,
-        ));
-        dispatch.sinks = None;
+        dispatch.operands.output = Operand {
+            binding: outputs.clone(),
+            storage: Storage::F32,
+            start: place.wrapping_mul(width),
+            strides: [
+                of_batch.wrapping_mul(width),
+                of_head.wrapping_mul(width),
+                width,
+                1,
+            ],
+        };
+        dispatch.output_split = (rows as u32).wrapping_mul(width);
+        dispatch.operands.lse = Some(Lse {
+            binding: sums.clone(),
+            start: place.wrapping_mul(2),
+            batch: of_batch.wrapping_mul(2),
+            head: of_head.wrapping_mul(2),
+        });
+        dispatch.lse_split = 2 * rows as u32;
+        dispatch.operands.sinks = None;
         dispatch.push(batch, tile, shape)?;
         let ranges = Ranges {
             chunk,

@@ -14,7 +14,9 @@ use crate::{
     gpu::Scratch,
     kernel::{Batch, Binding, Storage},
     kernels::{
-        Chunk, Vector, flash, join_words,
+        Chunk, Vector,
+        attention::Operands,
+        flash, join_words,
         merge_ranges::{self, Lse, Ranges},
         scores::{Operand, Rule},
         tiles,
@@ -274,23 +276,25 @@ impl Shared<'_> {
         let (mask, mask_start) = window.bind_mask(gpu, call.mask.as_ref())?;
         flash::Call {
             chunk,
-            keys,
-            partial,
-            query: window.bind_query(gpu, "query", call.query)?,
-            key: window.bind_key(gpu, "key", call.key)?,
-            value: window.bind_key(gpu, "value", call.value)?,
-            output,
-            mask,
-            key_mask: call.bound.key_mask.clone(),
-            words: self.words.clone(),
-            slopes_start: self.slopes_start,
-            sinks,
-            key_seams: call.packed.map(|seams| seams.queries().len() as u32),
-            lse: lse.clone(),
-            rule: Rule {
-                mask_start,
-                ..self.rule
+            operands: Operands {
+                keys,
+                partial,
+                query: window.bind_query(gpu, "query", call.query)?,
+                key: window.bind_key(gpu, "key", call.key)?,
+                value: window.bind_key(gpu, "value", call.value)?,
+                output,
+                mask,
+                key_mask: call.bound.key_mask.clone(),
+                words: self.words.clone(),
+                slopes_start: self.slopes_start,
+                sinks,
+                lse: lse.clone(),
+                rule: Rule {
+                    mask_start,
+                    ..self.rule
+                },
             },
+            key_seams: call.packed.map(|seams| seams.queries().len() as u32),
         }
         .push(batch, self.tile, &call.shape)
     }

@@ -1,6 +1,7 @@
 //! One module per shader: its params, its variants, its grid.
 
 pub(crate) mod append;
+pub(crate) mod attention;
 pub(crate) mod copy;
 pub(crate) mod decode;
 pub(crate) mod flash;
