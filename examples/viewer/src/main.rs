@@ -99,7 +99,10 @@ fn run(arguments: &Arguments) -> Result<()> {
             let descriptor = wgpu::InstanceDescriptor::new_without_display_handle_from_env();
             let device = Device::open(&wgpu::Instance::new(descriptor), None)?;
             let mut viewer = begin(&device, screenshot::FORMAT)?;
-            Ok(screenshot::draw(&device, &mut viewer, [width, height], Vec::new())?.save(path)?)
+            let picture = screenshot::draw(&device, &mut viewer, [width, height], Vec::new())?;
+            picture
+                .save(path)
+                .map_err(|error| format!("{} cannot be written: {error}", path.display()).into())
         }
     }
 }
