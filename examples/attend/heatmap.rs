@@ -1,7 +1,8 @@
 //! Heat maps of attention weights: a panel a head, words on both axes where the case has them.
 
 use super::case::{Answers, Case, Hiding, Op};
-use super::paint::{Anchor, Canvas, Colour, Fonts, heat};
+use super::colours::{Colour, heat};
+use super::paint::{Anchor, Canvas, Fonts};
 use image::RgbImage;
 
 /// Drawn twice as large as it is meant to be seen, for sharp screens.

@@ -6,6 +6,7 @@
 //! ```
 
 mod case;
+mod colours;
 mod cpu;
 mod files;
 mod gpu;

@@ -1,26 +1,30 @@
 //! A window in which a layer's attention runs each frame, on the window's own device, and its weights are drawn straight
-//! from the GPU's memory.
+//! from the GPU's memory, between controls of egui.
 //!
 //! ```text
 //! cargo run --release -p viewer
+//! cargo run --release -p viewer -- first.safetensors second.safetensors --layer 2
 //! cargo run --release -p viewer -- --screenshot weights.png
 //! ```
 
 // Shared with the example `attend`.
 #[path = "../../attend/case.rs"]
 mod case;
+#[path = "../../attend/colours.rs"]
+mod colours;
 #[path = "../../attend/gpu.rs"]
 #[allow(dead_code)] // `parameters` is what is used.
 mod gpu;
-#[path = "../../attend/paint.rs"]
-#[allow(dead_code)] // `frame`, which the heat maps use.
-mod paint;
 
+mod layer;
+mod map;
 mod page;
+mod readout;
 mod scene;
 mod screenshot;
 #[cfg(test)]
 mod tests;
+mod viewer;
 mod window;
 
 use clap::Parser;
@@ -28,9 +32,13 @@ use multihead::wgpu;
 use scene::Scene;
 use std::path::PathBuf;
 use std::process::ExitCode;
+use viewer::Viewer;
 
-/// The example data of the repository.
-const DATA: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../data/coreference.safetensors");
+/// The example data of the repository, and the head that it is known for.
+const DATA: (&str, usize) = (
+    concat!(env!("CARGO_MANIFEST_DIR"), "/../data/coreference.safetensors"),
+    2,
+);
 
 type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 
@@ -41,12 +49,15 @@ type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 #[derive(Debug, Parser)]
 #[command(version)]
 struct Arguments {
-    /// Case file of a layer (format: tests/data/README.md)
-    #[arg(default_value = DATA)]
-    file: PathBuf,
-    /// Head to begin with; heads count from 1
-    #[arg(long, value_name = "N", default_value_t = 2)]
-    head: usize,
+    /// Case files, each of one layer (format: tests/data/README.md); none: the example data
+    #[arg(value_name = "FILE")]
+    files: Vec<PathBuf>,
+    /// Layer to begin with; the files count from 1
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    layer: usize,
+    /// Head to begin with; heads count from 1 [default: 1; of the example data: 2]
+    #[arg(long, value_name = "N")]
+    head: Option<usize>,
     /// Sentence to begin with; sentences count from 1
     #[arg(long, value_name = "N", default_value_t = 1)]
     sentence: usize,
@@ -69,13 +80,15 @@ fn main() -> ExitCode {
 }
 
 fn run(arguments: &Arguments) -> Result<()> {
-    let file = std::fs::read(&arguments.file)
-        .map_err(|error| format!("{} cannot be read: {error}", arguments.file.display()))?;
+    let (files, head) = match &arguments.files[..] {
+        [] => (vec![PathBuf::from(DATA.0)], DATA.1),
+        files => (files.to_vec(), 1),
+    };
     let begin = |device: &Device, format| {
-        let mut scene = Scene::new(&device.device, &device.queue, format, &file)?;
-        scene.choose_head(arguments.head)?;
-        scene.choose_sentence(arguments.sentence)?;
-        Ok(scene)
+        let mut scene = Scene::new(&device.device, &device.queue, &files)?;
+        let head = arguments.head.unwrap_or(head);
+        scene.begin(arguments.layer, head, arguments.sentence)?;
+        Ok(Viewer::new(scene, format))
     };
     let [width, height] = arguments.size[..] else {
         return Err("--size takes a width and a height".into());
@@ -85,8 +98,11 @@ fn run(arguments: &Arguments) -> Result<()> {
         Some(path) => {
             let descriptor = wgpu::InstanceDescriptor::new_without_display_handle_from_env();
             let device = Device::open(&wgpu::Instance::new(descriptor), None)?;
-            let mut scene = begin(&device, screenshot::FORMAT)?;
-            Ok(screenshot::draw(&device, &mut scene, [width, height])?.save(path)?)
+            let mut viewer = begin(&device, screenshot::FORMAT)?;
+            let picture = screenshot::draw(&device, &mut viewer, [width, height], Vec::new())?;
+            picture
+                .save(path)
+                .map_err(|error| format!("{} cannot be written: {error}", path.display()).into())
         }
     }
 }

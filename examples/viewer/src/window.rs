@@ -1,34 +1,35 @@
 //! The window.
 
-use crate::scene::Scene;
+use crate::viewer::Viewer;
 use crate::{Device, Result};
 use multihead::wgpu::{self, CurrentSurfaceTexture};
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 use winit::application::ApplicationHandler;
 use winit::dpi::PhysicalSize;
-use winit::event::{ElementState, MouseButton, WindowEvent};
+use winit::event::{ElementState, WindowEvent};
 use winit::event_loop::{ActiveEventLoop, ControlFlow, EventLoop};
 use winit::keyboard::{Key, NamedKey};
 use winit::window::{Window, WindowId};
 
-type Begin<'a> = Box<dyn Fn(&Device, wgpu::TextureFormat) -> Result<Scene> + 'a>;
+type Begin<'a> = Box<dyn Fn(&Device, wgpu::TextureFormat) -> Result<Viewer> + 'a>;
 
 /// Opens a window and draws until it is closed.
 pub(crate) fn show(size: [u32; 2], begin: Begin) -> Result<()> {
     let events = EventLoop::new()
         .map_err(|error| format!("no window system: {error} (--screenshot FILE.png needs none)"))?;
     events.set_control_flow(ControlFlow::Poll);
-    let mut viewer = Viewer {
+    let mut program = Program {
         size,
         begin,
         open: None,
         failure: None,
     };
-    events.run_app(&mut viewer)?;
-    viewer.failure.map_or(Ok(()), Err)
+    events.run_app(&mut program)?;
+    program.failure.map_or(Ok(()), Err)
 }
 
-struct Viewer<'a> {
+struct Program<'a> {
     size: [u32; 2],
     begin: Begin<'a>,
     open: Option<Open>,
@@ -43,7 +44,28 @@ struct Open {
     /// The surface's format without the encoding that a fragment shader's colours have already.
     format: wgpu::TextureFormat,
     device: Device,
-    scene: Scene,
+    viewer: Viewer,
+    /// Turns the window's events into egui's.
+    events: egui_winit::State,
+    clock: Clock,
+}
+
+/// The mean time between frames, told anew twice a second.
+struct Clock {
+    since: Instant,
+    frames: u32,
+    told: Option<Duration>,
+}
+
+impl Clock {
+    fn tick(&mut self) {
+        self.frames += 1;
+        let passed = self.since.elapsed();
+        if passed >= Duration::from_millis(500) {
+            self.told = Some(passed / self.frames);
+            (self.since, self.frames) = (Instant::now(), 0);
+        }
+    }
 }
 
 impl Open {
@@ -65,18 +87,29 @@ impl Open {
         let format = configuration.format.remove_srgb_suffix();
         configuration.view_formats.push(format);
         surface.configure(&device.device, &configuration);
+        let viewer = begin(&device, format)?;
+        let events = egui_winit::State::new(
+            viewer.context.clone(),
+            egui::ViewportId::ROOT,
+            &window,
+            Some(window.scale_factor() as f32),
+            window.theme(),
+            Some(device.device.limits().max_texture_dimension_2d as usize),
+        );
         Ok(Self {
-            scene: begin(&device, format)?,
+            viewer,
+            events,
+            clock: Clock {
+                since: Instant::now(),
+                frames: 0,
+                told: None,
+            },
             window,
             surface,
             configuration,
             format,
             device,
         })
-    }
-
-    fn size(&self) -> [u32; 2] {
-        [self.configuration.width, self.configuration.height]
     }
 
     fn draw(&mut self) -> Result<()> {
@@ -94,9 +127,15 @@ impl Open {
             ..Default::default()
         });
         let mut encoder = self.device.device.create_command_encoder(&Default::default());
-        self.scene.frame(&mut encoder, &view, self.size())?;
+        let input = self.events.take_egui_input(&self.window);
+        let size = [self.configuration.width, self.configuration.height];
+        let output = self
+            .viewer
+            .frame(input, self.clock.told, &mut encoder, &view, size)?;
+        self.events.handle_platform_output(&self.window, output);
         self.device.queue.submit([encoder.finish()]);
         self.device.queue.present(texture);
+        self.clock.tick();
         Ok(())
     }
 
@@ -106,7 +145,7 @@ impl Open {
     }
 }
 
-impl ApplicationHandler for Viewer<'_> {
+impl ApplicationHandler for Program<'_> {
     fn resumed(&mut self, events: &ActiveEventLoop) {
         if self.open.is_none() {
             match Open::new(events, self.size, &self.begin) {
@@ -118,31 +157,19 @@ impl ApplicationHandler for Viewer<'_> {
 
     fn window_event(&mut self, events: &ActiveEventLoop, _: WindowId, event: WindowEvent) {
         let Some(open) = &mut self.open else { return };
+        // There, Escape closes the menu alone.
+        let has_menu = egui::Popup::is_any_open(&open.viewer.context);
+        // What egui wants with an event is its own affair: each frame is drawn anyway.
+        let _ = open.events.on_window_event(&open.window, &event);
         match event {
             WindowEvent::CloseRequested => events.exit(),
             WindowEvent::Resized(size) => open.resize(size),
-            WindowEvent::CursorMoved { position, .. } => {
-                open.scene.hover = open.scene.cell_at([position.x, position.y], open.size());
-            }
-            WindowEvent::CursorLeft { .. } => open.scene.hover = None,
-            WindowEvent::MouseInput {
-                state: ElementState::Pressed,
-                button: MouseButton::Left,
-                ..
-            } => {
-                if let Some([_, key]) = open.scene.hover {
-                    open.scene.toggle(key);
-                }
-            }
-            WindowEvent::KeyboardInput { event, .. } if event.state == ElementState::Pressed => {
-                match event.logical_key {
-                    Key::Named(NamedKey::ArrowUp) => open.scene.step(-1, 0),
-                    Key::Named(NamedKey::ArrowDown) => open.scene.step(1, 0),
-                    Key::Named(NamedKey::ArrowLeft) => open.scene.step(0, -1),
-                    Key::Named(NamedKey::ArrowRight) => open.scene.step(0, 1),
-                    Key::Named(NamedKey::Escape) => events.exit(),
-                    _ => {}
-                }
+            WindowEvent::KeyboardInput { event, .. }
+                if event.state == ElementState::Pressed
+                    && event.logical_key == Key::Named(NamedKey::Escape)
+                    && !has_menu =>
+            {
+                events.exit();
             }
             WindowEvent::RedrawRequested => {
                 if let Err(error) = open.draw() {
@@ -160,7 +187,7 @@ impl ApplicationHandler for Viewer<'_> {
     }
 }
 
-impl Viewer<'_> {
+impl Program<'_> {
     fn fail(&mut self, events: &ActiveEventLoop, error: Box<dyn std::error::Error>) {
         self.failure = Some(error);
         events.exit();
