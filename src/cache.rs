@@ -3,7 +3,7 @@
 use crate::{
     AttentionShape, DType, Error, Gpu, KvLengths, Mask, Result, Rotary, RotaryPositions, Tensor,
     inputs::check_device,
-    kernel::{Batch, Storage},
+    kernel::{Batch, Storage, Variant, warm_up},
     kernels::{append, move_sequences},
     linear::check_float,
     shape::{MAX_AXIS, product},
@@ -275,16 +275,22 @@ impl KvCache {
     ///
     /// [`Error::Shader`] or [`Error::DeviceLost`]; [`Error::DType`] for a type that is not of floats.
     pub fn warm_up(&self, dtype: DType) -> Result<()> {
+        warm_up(&self.gpu, &self.variants(dtype)?)
+    }
+
+    /// The kernels of appends of tensors of `dtype`.
+    pub(crate) fn variants(&self, dtype: DType) -> Result<Vec<Variant>> {
         let input = Storage::of(&self.gpu, dtype)?;
         let output = Storage::of(&self.gpu, self.dtype)?;
         let mut tables = vec![Storage::F32];
         if let Some(rotary) = &self.rotary {
             tables.push(Storage::of(&self.gpu, rotary.tables().0.dtype())?);
         }
-        for tables in tables {
-            self.gpu.kernel(&append::variant(input, tables, output))?;
-        }
-        Ok(())
+        tables.dedup();
+        Ok(tables
+            .into_iter()
+            .map(|tables| append::variant(input, tables, output))
+            .collect())
     }
 
     /// Its device.

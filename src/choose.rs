@@ -8,7 +8,7 @@ use crate::{
     kernel::{Storage, Variant},
     kernels::{attention::Storages, flash, linear, scores, weighted_sum},
     self_check,
-    tuning::{FlashTile, Tile},
+    tiles::{FlashTile, Tile},
 };
 
 /// A tile that was chosen, and what was passed over before it and why.

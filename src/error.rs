@@ -26,7 +26,7 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 /// assert!(matches!(error, Error::Option(_)));
 /// assert!(error.to_string().contains("512") && error.to_string().contains('7'));
 /// ```
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// No adapter fits what was asked for.
@@ -93,7 +93,7 @@ pub enum Error {
     #[error("capacity: {0}")]
     Capacity(String),
     /// More than this device allows.
-    #[error("device limit: {what} needs {needs}, this device allows {allows} ({limit}); {advice}")]
+    #[error("device limit: {what} needs {needs}{unit}, this device allows {allows} ({limit}); {advice}", unit = unit(.limit))]
     Limit {
         /// What needs it.
         what: String,
@@ -115,4 +115,34 @@ pub enum Error {
     /// A checkpoint that cannot be read, or whose tensors do not fit the layer.
     #[error("checkpoint: {0}")]
     Checkpoint(String),
+}
+
+/// What a limit counts, where it is not the number of something.
+fn unit(limit: &str) -> &'static str {
+    if limit.ends_with("_size") { " bytes" } else { "" }
+}
+
+impl std::fmt::Debug for Error {
+    /// Message and name, so that a program that ends with an error in `main` prints the message as it is.
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let name = match self {
+            Self::NoAdapter { .. } => "NoAdapter",
+            Self::NoDevice { .. } => "NoDevice",
+            Self::DeviceLost(_) => "DeviceLost",
+            Self::OutOfMemory { .. } => "OutOfMemory",
+            Self::Shader { .. } => "Shader",
+            Self::Wgpu { .. } => "Wgpu",
+            Self::Shape(_) => "Shape",
+            Self::DType(_) => "DType",
+            Self::Buffer(_) => "Buffer",
+            Self::WrongDevice(_) => "WrongDevice",
+            Self::Overlap(_) => "Overlap",
+            Self::Capacity(_) => "Capacity",
+            Self::Limit { .. } => "Limit",
+            Self::Option(_) => "Option",
+            Self::PipelineCache(_) => "PipelineCache",
+            Self::Checkpoint(_) => "Checkpoint",
+        };
+        write!(f, "{self} [Error::{name}]")
+    }
 }

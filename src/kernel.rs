@@ -124,6 +124,36 @@ impl Variant {
     }
 }
 
+impl Variant {
+    /// Placeholders for all that it binds besides the params.
+    fn absent_bindings(&self, gpu: &Gpu) -> Vec<Binding> {
+        let declared = self.pieces.iter().flat_map(|piece| piece.lines());
+        declared
+            .filter_map(|line| line.strip_prefix("@group(0) @binding(")?.split_once("var<"))
+            .filter(|(_, kind)| !kind.starts_with("uniform"))
+            .map(|(_, kind)| {
+                if kind.starts_with("storage, read_write") {
+                    Binding::absent_output(gpu)
+                } else {
+                    Binding::absent(gpu)
+                }
+            })
+            .collect()
+    }
+}
+
+/// Builds kernels, and has each run once without work: some drivers compile at the first dispatch. Waits.
+pub(crate) fn warm_up(gpu: &Gpu, variants: &[Variant]) -> Result<()> {
+    let mut batch = Batch::new(gpu);
+    for variant in variants {
+        batch.push_idle(variant)?;
+    }
+    let mut encoder = gpu.encoder();
+    batch.record_uncounted(&mut encoder)?;
+    gpu.submit(encoder)?;
+    gpu.wait()
+}
+
 /// A built pipeline.
 #[derive(Debug)]
 pub(crate) struct Kernel {
@@ -418,6 +448,25 @@ impl<'a> Batch<'a> {
             params_size: size_of::<P>() as u64,
             bindings,
             grid: [width, rows as u32],
+        });
+        Ok(())
+    }
+
+    /// Adds a dispatch of a kernel that does nothing: with params of zeros it has no workgroup to work for.
+    fn push_idle(&mut self, variant: &Variant) -> Result<()> {
+        /// More than any kernel's params.
+        const PARAMS: usize = 512;
+        let alignment = (self.gpu.limits().min_uniform_buffer_offset_alignment as usize).max(16);
+        self.params
+            .resize(self.params.len().next_multiple_of(alignment), 0);
+        let params = self.params.len() as u64;
+        self.params.resize(self.params.len() + PARAMS, 0);
+        self.calls.push(Call {
+            kernel: self.gpu.kernel(variant)?,
+            params,
+            params_size: PARAMS as u64,
+            bindings: variant.absent_bindings(self.gpu),
+            grid: [1, 1],
         });
         Ok(())
     }

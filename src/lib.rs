@@ -25,6 +25,7 @@ mod rotary;
 mod self_check;
 mod shape;
 mod tensor;
+mod tiles;
 mod tune;
 mod tuning;
 mod weights;

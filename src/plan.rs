@@ -7,7 +7,7 @@ use crate::{
     Wanted, kernel::Batch,
 };
 
-/// Bytes and dispatches of one call.
+/// Bytes and dispatches of one call. Its `Display` is one line.
 ///
 /// ```
 /// # fn main() -> multihead::Result<()> {

@@ -5,7 +5,7 @@ use std::ops::Range;
 use crate::{
     DType, Error, Gpu, Result, Tensor,
     inputs::{check_device, check_overlaps},
-    kernel::{Batch, Binding, Storage},
+    kernel::{Batch, Binding, Storage, Variant, warm_up},
     kernels::rotary::{self, Positions, Rotation, Tables},
     linear::{bind, check_contiguous, check_float, pieces},
     reference::rotary_tables,
@@ -369,10 +369,14 @@ impl Rotary {
     ///
     /// [`Error::Shader`] or [`Error::DeviceLost`]; [`Error::DType`] for a type that is not of floats.
     pub fn warm_up(&self, dtype: DType) -> Result<()> {
+        warm_up(self.gpu(), &[self.variant(dtype)?])
+    }
+
+    /// The kernel that turns tensors of `dtype`.
+    pub(crate) fn variant(&self, dtype: DType) -> Result<Variant> {
         let storage = Storage::of(self.gpu(), dtype)?;
         let tables = Storage::of(self.gpu(), self.cos.dtype())?;
-        self.gpu().kernel(&rotary::variant(storage, tables, storage))?;
-        Ok(())
+        Ok(rotary::variant(storage, tables, storage))
     }
 
     /// Records the rotation of `input` into `output`, both `[B, H, L, D]` with any strides ([`Tensor::split_heads`] views

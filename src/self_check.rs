@@ -3,7 +3,7 @@
 //! Sizes are odd and just beyond a tile, so that every edge is met.
 
 use crate::{
-    AttentionOptions, AttentionShape, Causal, DType, Error, Gpu, Result, Tensor,
+    Attention, AttentionOptions, AttentionShape, Causal, DType, Error, Gpu, Result, Tensor,
     attention::{check_decode, check_fused},
     kernel::{Batch, Binding, Storage, Variant},
     kernels::{
@@ -16,7 +16,8 @@ use crate::{
         weighted_sum as weighted_sum_kernel,
     },
     reference,
-    tuning::{Adapter, DecodeTile, FlashTile, Tile},
+    tiles::{DecodeTile, FlashTile, Tile},
+    tuning::Adapter,
 };
 
 /// One variant of a kernel and whether it computed a known answer on this device.
@@ -41,6 +42,15 @@ pub struct VariantCheck {
     pub variant: String,
     /// What was wrong, if something was.
     pub outcome: std::result::Result<(), String>,
+}
+
+impl std::fmt::Display for VariantCheck {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match &self.outcome {
+            Ok(()) => write!(f, "{}: right", self.variant),
+            Err(wrong) => write!(f, "{}: {wrong}", self.variant),
+        }
+    }
 }
 
 /// Numbers between -1 and 1 in no order.
@@ -400,10 +410,44 @@ impl PendingCheck {
     }
 }
 
+impl Attention {
+    /// Checks the variants that calls with tensors of `dtype` and these head sizes use, those that [`Attention::warm_up`]
+    /// builds, against the reference on awkward sizes, and waits: what a program may do at its start. Kernels without
+    /// variants are not among them.
+    ///
+    /// ```
+    /// # fn main() -> multihead::Result<()> {
+    /// # let gpu = multihead::Gpu::new()?;
+    /// use multihead::{Attention, AttentionOptions, AttentionPath, DType};
+    ///
+    /// let attention = Attention::new(&gpu, AttentionOptions::new())?.with_path(AttentionPath::Composed);
+    /// for check in attention.self_check(DType::F32, 64, 64)? {
+    ///     assert_eq!(check.outcome, Ok(()), "{check}");
+    /// }
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// What hinders a check from running, such as [`Error::DeviceLost`]; a wrong answer is an outcome, not an error.
+    pub fn self_check(&self, dtype: DType, head_dim: usize, value_dim: usize) -> Result<Vec<VariantCheck>> {
+        let used = self.variants([Storage::of(self.gpu(), dtype)?; 4], head_dim, value_dim)?;
+        let mut checks = self.gpu().pending_checks();
+        checks.retain(|check| used.contains(&check.variant));
+        checks.iter().map(PendingCheck::run).collect()
+    }
+}
+
+/// A check of the projection between these storages.
+pub(crate) fn check_linear(gpu: &Gpu, tile: Tile, storages: [Storage; 4]) -> Result<VariantCheck> {
+    PendingCheck::new(gpu, Work::Linear(tile, storages), true).run()
+}
+
 impl Gpu {
-    /// The checks of every variant of every kernel that can run on this device, those of the table's other rows for the
-    /// device too, none of which has run. For programs that choose among them or bound their time;
-    /// [`Gpu::self_check`] runs them all.
+    /// A check for every variant of every kernel that can run on this device, those of the table's other rows for the
+    /// device too, for programs that choose among them or bound their time. [`Gpu::self_check`] runs them all,
+    /// [`Attention::self_check`](crate::Attention::self_check) those that certain calls use.
     ///
     /// ```
     /// # fn main() -> multihead::Result<()> {

@@ -176,6 +176,7 @@ impl Tensor {
                 layout.len()
             )));
         }
+        Self::bytes(gpu, T::DTYPE, shape)?;
         let bytes = bytemuck::cast_slice(values);
         let own = gpu.buffer_with("multihead tensor", 0, own_usages(), bytes)?;
         Ok(Self {
@@ -195,7 +196,7 @@ impl Tensor {
     /// [`Error::Limit`], [`Error::OutOfMemory`] and [`Error::DeviceLost`] from the device.
     pub fn zeros(gpu: &Gpu, dtype: DType, shape: &[usize]) -> Result<Self> {
         let layout = Layout::contiguous(shape)?;
-        let bytes = layout.len().saturating_mul(dtype.size() as u64);
+        let bytes = Self::bytes(gpu, dtype, shape)?;
         let own = gpu.buffer("multihead tensor", bytes, own_usages())?;
         Ok(Self {
             gpu: gpu.clone(),
@@ -387,7 +388,7 @@ impl Tensor {
     /// Bytes of the buffer that a tensor of this type and shape gets.
     pub(crate) fn bytes(gpu: &Gpu, dtype: DType, shape: &[usize]) -> Result<u64> {
         gpu.check_size(
-            "multihead tensor",
+            &format!("a tensor {shape:?} of {dtype:?}"),
             product(shape).saturating_mul(dtype.size() as u64),
         )
     }
@@ -660,7 +661,8 @@ impl Tensor {
         pollster::block_on(self.finish_download(pending))
     }
 
-    /// [`Tensor::download`] without blocking. The future is ready once the device is polled after the copy has
+    /// [`Tensor::download`] without blocking. The copy is submitted by this call, so that the values are those of now
+    /// whenever the future is polled first. The future is ready once the device is polled after the copy has
     /// run: by the caller's own submits, or by [`Gpu::poll`] from its loop. Nothing polls in its stead, so
     /// blocking on it without that never returns; [`Tensor::download`] is for that.
     ///
@@ -686,9 +688,9 @@ impl Tensor {
     /// # Errors
     ///
     /// As [`Tensor::download`].
-    pub async fn download_async<T: Element>(&self) -> Result<Vec<T>> {
-        let pending = self.start_download::<T>()?;
-        self.finish_download(pending).await
+    pub fn download_async<T: Element>(&self) -> impl Future<Output = Result<Vec<T>>> + Send + use<T> {
+        let (tensor, started) = (self.clone(), self.start_download::<T>());
+        async move { tensor.finish_download(started?).await }
     }
 
     fn start_download<T: Element>(&self) -> Result<Option<Pending>> {

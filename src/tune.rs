@@ -8,7 +8,8 @@ use crate::{
     kernel::{Batch, Binding, Storage},
     kernels::linear,
     self_check,
-    tuning::{Adapter, FlashCore, Tile, smallest_subgroup},
+    tiles::{FlashCore, Tile},
+    tuning::{Adapter, smallest_subgroup},
 };
 
 /// Runs of a candidate; the fastest counts.

@@ -17,12 +17,19 @@ const SIZE: (u32, u32) = (1240, 640);
 const LEGEND: i32 = 170;
 
 /// How a line looks: paths and batches differ in colour (Okabe and Ito's, which stay apart for most colour-blind
-/// readers), f16 is hollow, causal order has triangles.
+/// readers), f16 is hollow, causal order has triangles, or crosses in f16.
 #[derive(Clone, Copy)]
 struct Look {
     line: ShapeStyle,
     mark: ShapeStyle,
-    triangle: bool,
+    shape: Shape,
+}
+
+#[derive(Clone, Copy)]
+enum Shape {
+    Circle,
+    Triangle,
+    Cross,
 }
 
 impl Look {
@@ -42,7 +49,11 @@ impl Look {
             } else {
                 colour.filled()
             },
-            triangle: series.contains("causal"),
+            shape: match (series.contains("causal"), series.contains("f16")) {
+                (false, _) => Shape::Circle,
+                (true, false) => Shape::Triangle,
+                (true, true) => Shape::Cross,
+            },
         }
     }
 }
@@ -72,10 +83,11 @@ pub(crate) fn write(report: &Report, path: &Path) -> Result<(), Failure> {
         let look = Look::new(name);
         let height = 30 + 22 * place as i32;
         legend.draw(&PathElement::new([(4, height), (32, height)], look.line))?;
-        if look.triangle {
-            legend.draw(&TriangleMarker::new((18, height), 6, look.mark))?;
-        } else {
-            legend.draw(&Circle::new((18, height), 4, look.mark))?;
+        let at = (18, height);
+        match look.shape {
+            Shape::Circle => legend.draw(&Circle::new(at, 4, look.mark))?,
+            Shape::Triangle => legend.draw(&TriangleMarker::new(at, 6, look.mark))?,
+            Shape::Cross => legend.draw(&Cross::new(at, 4, look.mark))?,
         }
         legend.draw(&Text::new(*name, (40, height - 7), ("sans-serif", 13)))?;
     }
@@ -121,10 +133,17 @@ fn panel(
             .collect();
         points.sort_by(|a, b| a.0.total_cmp(&b.0));
         chart.draw_series(LineSeries::new(points.clone(), look.line))?;
-        if look.triangle {
-            chart.draw_series(points.into_iter().map(|at| TriangleMarker::new(at, 6, look.mark)))?;
-        } else {
-            chart.draw_series(points.into_iter().map(|at| Circle::new(at, 4, look.mark)))?;
+        let points = points.into_iter();
+        match look.shape {
+            Shape::Circle => {
+                chart.draw_series(points.map(|at| Circle::new(at, 4, look.mark)))?;
+            }
+            Shape::Triangle => {
+                chart.draw_series(points.map(|at| TriangleMarker::new(at, 6, look.mark)))?;
+            }
+            Shape::Cross => {
+                chart.draw_series(points.map(|at| Cross::new(at, 4, look.mark)))?;
+            }
         }
     }
     Ok(())

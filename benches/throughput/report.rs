@@ -62,8 +62,8 @@ impl Report {
     }
 }
 
-/// Medians of an earlier run, by name.
-pub(crate) struct Baseline(HashMap<String, f64>);
+/// Medians and best times of an earlier run, by name.
+pub(crate) struct Baseline(HashMap<String, [f64; 2]>);
 
 impl Baseline {
     pub(crate) fn new(report: &Report) -> Self {
@@ -71,14 +71,15 @@ impl Baseline {
             report
                 .rows
                 .iter()
-                .map(|row| (row.name.clone(), row.median_ms))
+                .map(|row| (row.name.clone(), [row.median_ms, row.best_ms]))
                 .collect(),
         )
     }
 
-    /// The time now by the time then.
-    pub(crate) fn ratio(&self, row: &Row) -> Option<f64> {
-        Some(row.median_ms / self.0.get(&row.name)?)
+    /// The times now by the times then. Where the two differ, the machine is not quiet.
+    pub(crate) fn ratios(&self, row: &Row) -> Option<[f64; 2]> {
+        let [median, best] = self.0.get(&row.name)?;
+        Some([row.median_ms / median, row.best_ms / best])
     }
 }
 
@@ -98,7 +99,7 @@ pub(crate) fn head(baseline: bool) -> String {
         "runs"
     );
     if baseline {
-        line += "  now/then";
+        line += "  now/then: median, best";
     }
     line
 }
@@ -121,9 +122,9 @@ impl Row {
             self.runs
         );
         if let Some(baseline) = baseline {
-            line += &match baseline.ratio(self) {
-                Some(ratio) => format!("  {ratio:8.2}"),
-                None => format!("  {:>8}", "new"),
+            line += &match baseline.ratios(self) {
+                Some([median, best]) => format!("  {median:16.2}, {best:.2}"),
+                None => format!("  {:>16}", "new"),
             };
         }
         line

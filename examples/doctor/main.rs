@@ -24,7 +24,7 @@ use std::time::Duration;
 #[derive(Debug, Parser)]
 #[command(version)]
 struct Arguments {
-    /// Check only the variants that calls would use
+    /// Check only the variants that eight usual calls would use
     #[arg(long)]
     quick: bool,
     /// Stop after so many seconds; building all kernels takes many minutes on a software adapter

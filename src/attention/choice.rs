@@ -44,7 +44,7 @@ pub enum AttentionPath {
 /// let attention = Attention::new(&gpu, AttentionOptions::new())?;
 /// let one_query = AttentionShape { queries: 1, ..AttentionShape::new(1, 8, 4096, 64) };
 /// let choice = attention.choice(&one_query, DType::F32, false)?;
-/// println!("{:?}, as {}: {}", choice.path, choice.reason, choice.variant);
+/// println!("{choice}");
 /// assert!(choice.variant.contains("decode"));
 /// # Ok(())
 /// # }
@@ -56,10 +56,22 @@ pub struct Choice {
     pub path: AttentionPath,
     /// Why this path.
     pub reason: String,
-    /// The variant of its main kernel: element types and tile sizes.
+    /// The variant of its main kernel, as labels, profiles and logs have it: its name, how each of its float inputs and its
+    /// output is stored (`Packed`: F16 without `SHADER_F16`), and the constants of its tile, which its shader explains
+    /// (`PLAIN=1`: nothing but the scale applies to scores). Sizes are those that it is built for: heads of 16 run in
+    /// `DIM=64`, and `DIM=0` takes any.
     pub variant: String,
     /// Variants that the table puts first but that failed their self-check on this device, with what was wrong.
     pub passed_over: Vec<String>,
+}
+
+impl std::fmt::Display for Choice {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{:?}, as {}: {}", self.path, self.reason, self.variant)?;
+        self.passed_over
+            .iter()
+            .try_for_each(|passed_over| write!(f, "; passed over: {passed_over}"))
+    }
 }
 
 impl Attention {

@@ -8,10 +8,8 @@ use super::{
     window::{BroadcastMask, Window},
 };
 use crate::{
-    AttentionShape, CuSeqlens, Gpu, Tensor,
-    kernel::most_bytes,
-    kernels::Chunk,
-    tuning::{FlashTile, RANGES_CHUNK},
+    AttentionShape, CuSeqlens, Gpu, Tensor, kernel::most_bytes, kernels::Chunk, tiles::FlashTile,
+    tuning::RANGES_CHUNK,
 };
 
 /// A chunk of rows and the ranges of keys that it is computed in, one after the other.

@@ -14,7 +14,8 @@ use crate::{
         merge_ranges::{self, Lse, Ranges},
         scores::{Operand, Rule},
     },
-    tuning::{DecodeTile, RANGES_CHUNK, decode_groups, decode_pays},
+    tiles::DecodeTile,
+    tuning::{RANGES_CHUNK, decode_groups, decode_pays},
 };
 
 /// What all dispatches of a call share: lengths, slopes and sinks, and the rule that finds them.

@@ -21,7 +21,7 @@ use crate::{
         scores::{Operand, Rule},
         tiles,
     },
-    tuning::FlashTile,
+    tiles::FlashTile,
 };
 
 /// What a fused call reads and writes: `[B, H, L, D]` each, or of a packed call `[1, H, T, D]` with stride 0 of the

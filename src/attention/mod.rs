@@ -21,9 +21,13 @@ use window::BroadcastMask;
 use crate::{
     AttentionInputs, AttentionOptions, AttentionOutputs, AttentionShape, DType, Gpu, Result, Tensor,
     gpu::Scratch,
-    kernel::{Batch, Storage},
-    kernels::{self, copy, flash, merge_ranges, scores, scores::Rule, softmax, weighted_sum},
+    kernel::{Batch, Storage, Variant, warm_up},
+    kernels::{
+        attention::Storages, copy, decode as decode_kernel, flash, join_words, mean_heads, merge_ranges,
+        scores, scores::Rule, softmax, weighted_sum,
+    },
     shape::product,
+    tuning::SOFTMAX_THREADS,
 };
 
 /// Scaled dot-product attention with everything that hides, moves or caps a score
@@ -225,8 +229,9 @@ impl Attention {
         &self.gpu
     }
 
-    /// Builds the pipelines for tensors of this type and these head sizes ahead of the first call: all but those that
-    /// join past keys, or lengths, slopes and sinks.
+    /// Builds the pipelines for tensors of this type and these head sizes ahead of the first call, and waits: calls with
+    /// masks, lengths, past keys, a log-sum-exp or weights find theirs too. Tensors of different types in one call need
+    /// others.
     ///
     /// ```
     /// # fn main() -> multihead::Result<()> {
@@ -247,18 +252,33 @@ impl Attention {
     ///
     /// [`Error::Shader`](crate::Error::Shader) or [`Error::DeviceLost`](crate::Error::DeviceLost).
     pub fn warm_up(&self, dtype: DType, head_dim: usize, value_dim: usize) -> Result<()> {
+        let storage = Storage::of(&self.gpu, dtype)?;
+        let variants = self.variants([storage; 4], head_dim, value_dim)?;
+        warm_up(&self.gpu, &variants)
+    }
+
+    /// The kernels of calls between these storages and sizes, whatever masks and outputs they have.
+    pub(crate) fn variants(
+        &self,
+        [query, key, value, output]: Storages,
+        head_dim: usize,
+        value_dim: usize,
+    ) -> Result<Vec<Variant>> {
         let gpu = &self.gpu;
-        let storage = Storage::of(gpu, dtype)?;
+        let mut variants = vec![join_words::variant(), copy::variant(key, key)];
+        if value != key {
+            variants.push(copy::variant(value, value));
+        }
         if self.path != AttentionPath::Fused {
-            let tile = gpu.scores_tile([storage; 2], head_dim, false)?.tile;
-            gpu.kernel(&scores::variant(tile, storage, storage))?;
-            for threads in crate::tuning::SOFTMAX_THREADS {
-                gpu.kernel(&softmax::variant(threads))?;
-            }
-            let tile = gpu.weighted_sum_tile([storage; 2], false)?.tile;
-            gpu.kernel(&weighted_sum::variant(tile, storage, storage))?;
+            let tile = gpu.scores_tile([query, key], head_dim, false)?.tile;
+            variants.push(scores::variant(tile, query, key));
+            variants.extend(SOFTMAX_THREADS.map(softmax::variant));
+            let tile = gpu.weighted_sum_tile([value, output], false)?.tile;
+            variants.push(weighted_sum::variant(tile, value, output));
+            variants.push(mean_heads::variant());
         }
         if self.path != AttentionPath::Composed {
+            let storages = [query, key, value, output];
             let one = AttentionShape {
                 value_dim,
                 ..AttentionShape::new(1, 1, 1, head_dim)
@@ -266,18 +286,17 @@ impl Attention {
             // Masks make another variant; which calls have some is not known yet.
             let plain = Rule::new(&self.options, &one).is_plain();
             for plain in [false, true].into_iter().filter(|&without| !without || plain) {
-                let storages = [storage; 4];
                 for queries in [1, 2] {
                     if let Some(tile) = self.decode_tile(&AttentionShape { queries, ..one }) {
-                        gpu.kernel(&kernels::decode::variant(tile, plain, storages))?;
+                        variants.push(decode_kernel::variant(tile, plain, storages));
                     }
                 }
                 let tile = gpu.flash_tile(storages, plain, head_dim, value_dim, false)?.tile;
-                gpu.kernel(&flash::variant(tile, plain, storages))?;
+                variants.push(flash::variant(tile, plain, storages));
             }
-            gpu.kernel(&merge_ranges::variant(storage))?;
+            variants.push(merge_ranges::variant(output));
         }
-        Ok(())
+        Ok(variants)
     }
 
     /// Records the call into `encoder`, which must come from the same device. Nothing is submitted, waited for

@@ -105,6 +105,13 @@ impl PartialEq for Gpu {
 
 impl Eq for Gpu {}
 
+/// One for all devices that this crate opens: wgpu tells things of two devices apart, and not those of two instances.
+fn instance() -> &'static wgpu::Instance {
+    static INSTANCE: OnceLock<wgpu::Instance> = OnceLock::new();
+    INSTANCE
+        .get_or_init(|| wgpu::Instance::new(wgpu::InstanceDescriptor::new_without_display_handle_from_env()))
+}
+
 /// A mutex whose data stay valid whatever a panicking thread did: every update is a single insert.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
@@ -140,8 +147,7 @@ impl Gpu {
     ///
     /// As [`Gpu::new`].
     pub async fn new_async() -> Result<Self> {
-        let instance = wgpu::Instance::new(wgpu::InstanceDescriptor::new_without_display_handle_from_env());
-        let adapter = choose_adapter(&instance).await?;
+        let adapter = choose_adapter(instance()).await?;
         let descriptor = |required_limits| wgpu::DeviceDescriptor {
             label: Some("multihead"),
             required_features: Self::useful_features(&adapter),
@@ -656,7 +662,7 @@ impl Gpu {
                 allows: self.inner.limits.max_buffer_size,
                 limit: "max_buffer_size",
                 advice:
-                    "make the call smaller, or open the device with the adapter's own limits as Gpu::new does"
+                    "make the call smaller, or open the device with more if the adapter has it (Gpu::new asks for all)"
                         .to_owned(),
             });
         }

@@ -36,8 +36,8 @@ fn unwrap(bytes: &[u8]) -> Option<&[u8]> {
 }
 
 impl Gpu {
-    /// Collects the pipelines that are built from now on for [`Gpu::pipeline_cache_data`]; call it before the first
-    /// kernel is built. `false`, and nothing happens, if the device was opened without `PIPELINE_CACHE`, which only
+    /// Collects the pipelines that are built from now on for [`Gpu::pipeline_cache_data`]: call it before the first
+    /// kernel is built, those that exist are not collected. A second call begins anew. `false`, and nothing happens, if the device was opened without `PIPELINE_CACHE`, which only
     /// Vulkan has and [`Gpu::useful_features`] asks for.
     ///
     /// Drivers of desktop systems keep built pipelines on disk themselves; this is for those that do not.
@@ -83,10 +83,11 @@ impl Gpu {
     /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
     /// let gpu = multihead::Gpu::new()?;
     /// let file = std::path::Path::new("/var/cache/my-program/pipelines");
-    /// match std::fs::read(file) {
-    ///     // SAFETY: only this program writes there.
-    ///     Ok(data) => unsafe { gpu.load_pipeline_cache(&data) }.map(drop)?,
-    ///     Err(_) => drop(gpu.start_pipeline_cache()?),
+    /// let data = std::fs::read(file).unwrap_or_default();
+    /// // SAFETY: only this program writes there.
+    /// if let Err(error) = unsafe { gpu.load_pipeline_cache(&data) } {
+    ///     eprintln!("the kernels are built anew: {error}"); // the first run, or a damaged file
+    ///     gpu.start_pipeline_cache()?;
     /// }
     /// // ... build layers, warm them up ...
     /// if let Some(data) = gpu.pipeline_cache_data() {

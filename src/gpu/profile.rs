@@ -142,7 +142,7 @@ impl Gpu {
     /// # Errors
     ///
     /// [`Error::Option`] if the device was opened without `TIMESTAMP_QUERY`, which [`Gpu::useful_features`] has where
-    /// the adapter has it.
+    /// the adapter has it, or if a profile is being made already.
     pub fn start_profile(&self) -> Result<()> {
         if !self.features().contains(wgpu::Features::TIMESTAMP_QUERY) {
             return Err(Error::Option(
@@ -150,7 +150,13 @@ impl Gpu {
                     .to_owned(),
             ));
         }
-        *lock(&self.inner.profile) = Some(Vec::new());
+        let mut profile = lock(&self.inner.profile);
+        if profile.is_some() {
+            return Err(Error::Option(
+                "profiling: a profile is being made already, call Gpu::finish_profile first".to_owned(),
+            ));
+        }
+        *profile = Some(Vec::new());
         Ok(())
     }
 

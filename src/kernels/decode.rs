@@ -8,7 +8,7 @@ use super::{
 use crate::{
     AttentionShape, Result,
     kernel::{Batch, Variant, params},
-    tuning::DecodeTile,
+    tiles::DecodeTile,
 };
 
 params! {

@@ -9,7 +9,7 @@ use super::{
 use crate::{
     AttentionShape, Result,
     kernel::{Batch, Variant, params},
-    tuning::FlashTile,
+    tiles::FlashTile,
 };
 
 params! {

@@ -4,7 +4,7 @@ use super::{product_variant, tiles};
 use crate::{
     Result,
     kernel::{Batch, Binding, Storage, Variant, params},
-    tuning::Tile,
+    tiles::Tile,
 };
 
 params! {

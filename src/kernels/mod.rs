@@ -21,7 +21,7 @@ mod tests;
 use crate::{
     AttentionShape, Gpu, Result, Tensor,
     kernel::{Binding, Storage, Variant},
-    tuning::Tile,
+    tiles::Tile,
 };
 
 const PRODUCT_SUBGROUP: &str = include_str!("../../shaders/shared/product_subgroup.wgsl");

@@ -4,7 +4,7 @@ use super::{Chunk, EXPONENTIAL, RULE, product_variant, tiles};
 use crate::{
     AttentionShape, Result,
     kernel::{Batch, Binding, Storage, Variant, params},
-    tuning::Tile,
+    tiles::Tile,
 };
 
 params! {

@@ -16,7 +16,8 @@ use super::{
 };
 use crate::{
     kernel::{Params, Storage, Variant},
-    tuning::{Adapter, DecodeTile, FLASH, PRODUCTS, SOFTMAX_THREADS},
+    tiles::DecodeTile,
+    tuning::{Adapter, FLASH, PRODUCTS, SOFTMAX_THREADS},
 };
 
 type Fields = Vec<(String, usize)>;

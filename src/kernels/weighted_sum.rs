@@ -4,7 +4,7 @@ use super::{Chunk, product_variant, scores::Operand, tiles};
 use crate::{
     AttentionShape, Result,
     kernel::{Batch, Binding, Storage, Variant, params},
-    tuning::Tile,
+    tiles::Tile,
 };
 
 params! {

@@ -13,14 +13,15 @@ use projection::{Projection, Targets};
 
 use crate::{
     Align, Attention, AttentionInputs, AttentionOptions, AttentionOutputs, AttentionPath, AttentionShape,
-    Causal, DType, Error, Gpu, MultiHeadAttentionConfig, Parameters, Plan, Result, Rotary, RotaryPositions,
-    Tensor,
+    Causal, Choice, DType, Error, Gpu, MultiHeadAttentionConfig, Parameters, Plan, Result, Rotary,
+    RotaryPositions, Tensor, VariantCheck,
     gpu::Scratch,
     inputs::{check_device, check_overlaps},
-    kernel::{Batch, Storage},
+    kernel::{Batch, Storage, Variant, warm_up},
     kernels::{copy, linear},
     linear::{Linear, check_float},
     plan::Planned,
+    self_check::check_linear,
     shape::product,
 };
 
@@ -333,29 +334,42 @@ impl MultiHeadAttention {
     ///
     /// [`Error::Shader`] or [`Error::DeviceLost`].
     pub fn warm_up(&self, dtype: DType) -> Result<()> {
-        let (gpu, config) = (&self.gpu, &self.config);
-        let activations = Storage::of(gpu, dtype)?;
-        let parameters = Storage::of(gpu, config.dtype)?;
+        let size = self.config.head_dim();
+        let mut variants = self.own_variants(dtype)?;
+        variants.extend(self.attention().variants([Storage::F32; 4], size, size)?);
+        warm_up(&self.gpu, &variants)
+    }
+
+    /// Input, weight, bias and output of the projections to queries, keys and values, and of the one to the output.
+    fn projections(&self, dtype: DType) -> Result<[[Storage; 4]; 2]> {
+        let activations = Storage::of(&self.gpu, dtype)?;
+        let parameters = Storage::of(&self.gpu, self.config.dtype)?;
         let bias = |given| if given { parameters } else { Storage::F32 };
-        for (input, bias, output) in [
-            (activations, bias(config.bias), Storage::F32),
-            (Storage::F32, bias(config.out_bias), activations),
-        ] {
-            let storages = [input, parameters, bias, output];
-            let tile = gpu.linear_tile(storages, config.embed_dim, false)?.tile;
-            gpu.kernel(&linear::variant(tile, input, parameters, bias, output))?;
+        Ok([
+            [activations, parameters, bias(self.config.bias), Storage::F32],
+            [Storage::F32, parameters, bias(self.config.out_bias), activations],
+        ])
+    }
+
+    /// The kernels of the projections, the added keys and the rotary embedding.
+    fn own_variants(&self, dtype: DType) -> Result<Vec<Variant>> {
+        let mut variants = Vec::new();
+        for storages in self.projections(dtype)? {
+            let tile = self.gpu.linear_tile(storages, self.config.embed_dim, false)?.tile;
+            let [input, weight, bias, output] = storages;
+            variants.push(linear::variant(tile, input, weight, bias, output));
         }
+        let parameters = Storage::of(&self.gpu, self.config.dtype)?;
         if self.bias_kv.is_some() {
-            gpu.kernel(&copy::variant(parameters, Storage::F32))?;
+            variants.push(copy::variant(parameters, Storage::F32));
         }
         if self.zero.is_some() {
-            gpu.kernel(&copy::variant(Storage::F32, Storage::F32))?;
+            variants.push(copy::variant(Storage::F32, Storage::F32));
         }
         if let Some(rotary) = &self.rotary {
-            rotary.warm_up(DType::F32)?;
+            variants.push(rotary.variant(DType::F32)?);
         }
-        self.attention()
-            .warm_up(DType::F32, config.head_dim(), config.head_dim())
+        Ok(variants)
     }
 
     /// From host data to host data: self-attention over `x` of `shape` `[B, L, E]` or `[L, E]`. Waits.
@@ -402,6 +416,75 @@ impl MultiHeadAttention {
         Ok(MultiHeadResult { output, weights })
     }
 
+    /// [`Attention::choice`] of the attention inside [`MultiHeadAttention::forward`], between whose projections all is F32,
+    /// for `keys` or, where that is `None`, self-attention.
+    ///
+    /// ```
+    /// # fn main() -> multihead::Result<()> {
+    /// # let gpu = multihead::Gpu::new()?;
+    /// use multihead::{AttentionPath, MultiHeadAttention, MultiHeadAttentionConfig, NeedWeights};
+    ///
+    /// let layer = MultiHeadAttention::seeded(&gpu, MultiHeadAttentionConfig::new(64, 4), 1)?;
+    /// let choice = layer.choice(1, 100, None, NeedWeights::Averaged)?;
+    /// assert_eq!(choice.path, AttentionPath::Composed, "{choice}");
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// As [`Attention::choice`].
+    pub fn choice(
+        &self,
+        batch: usize,
+        queries: usize,
+        keys: Option<usize>,
+        need_weights: NeedWeights,
+    ) -> Result<Choice> {
+        let shape = self.attention_shape(batch, queries, keys.unwrap_or(queries));
+        self.attention()
+            .choice(&shape, DType::F32, need_weights != NeedWeights::No)
+    }
+
+    /// Sizes of the attention inside, with the added keys.
+    fn attention_shape(&self, batch: usize, queries: usize, keys: usize) -> AttentionShape {
+        let config = &self.config;
+        AttentionShape {
+            kv_heads: config.num_kv_heads,
+            keys: keys.saturating_add(config.extra_keys()),
+            ..AttentionShape::new(batch, config.num_heads, queries, config.head_dim())
+        }
+    }
+
+    /// Checks the variants that [`MultiHeadAttention::warm_up`] builds against the reference on awkward sizes, and waits:
+    /// what a program may do at its start.
+    ///
+    /// ```
+    /// # fn main() -> multihead::Result<()> {
+    /// # let gpu = multihead::Gpu::new()?;
+    /// use multihead::{AttentionPath, DType, MultiHeadAttention, MultiHeadAttentionConfig};
+    ///
+    /// let layer = MultiHeadAttention::seeded(&gpu, MultiHeadAttentionConfig::new(64, 4), 1)?;
+    /// let layer = layer.with_path(AttentionPath::Composed);
+    /// assert!(layer.self_check(DType::F32)?.iter().all(|check| check.outcome.is_ok()));
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// As [`Attention::self_check`].
+    pub fn self_check(&self, dtype: DType) -> Result<Vec<VariantCheck>> {
+        let size = self.config.head_dim();
+        let mut checks = Vec::new();
+        for storages in self.projections(dtype)? {
+            let tile = self.gpu.linear_tile(storages, self.config.embed_dim, false)?.tile;
+            checks.push(check_linear(&self.gpu, tile, storages)?);
+        }
+        checks.extend(self.attention().self_check(DType::F32, size, size)?);
+        Ok(checks)
+    }
+
     /// What [`MultiHeadAttention::forward`] would take for contiguous inputs `[batch, queries, E]` and
     /// `[batch, keys, E]`, without masks; `keys` is `None` in self-attention. The layer's parameters are held already
     /// and not counted. Nothing is allocated, built or run.
@@ -443,17 +526,12 @@ impl MultiHeadAttention {
         if let Some((key, value)) = &cross {
             (inputs.key, inputs.value) = (Some(key), Some(value));
         }
-        let all_keys = keys.unwrap_or(queries) + config.extra_keys();
+        let shape = self.attention_shape(batch, queries, keys.unwrap_or(queries));
         let mut results = Planned::new(gpu);
         let output = results.tensor(dtype, query.shape())?;
-        let shape = AttentionShape {
-            kv_heads: config.num_kv_heads,
-            keys: all_keys,
-            ..AttentionShape::new(batch, config.num_heads, queries, config.head_dim())
-        };
         let weights = match need_weights {
             NeedWeights::No => None,
-            NeedWeights::Averaged => Some(results.tensor(DType::F32, &[batch, queries, all_keys])?),
+            NeedWeights::Averaged => Some(results.tensor(DType::F32, &[batch, queries, shape.keys])?),
             NeedWeights::PerHead => Some(results.tensor(DType::F32, &shape.weights())?),
         };
         let mut outputs = MultiHeadOutputs::new(&output);

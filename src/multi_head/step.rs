@@ -6,7 +6,7 @@ use crate::{
     Tensor,
     cache::State,
     inputs::{check_device, check_overlaps},
-    kernel::Batch,
+    kernel::{Batch, Storage, warm_up},
     linear::check_float,
 };
 
@@ -71,6 +71,37 @@ impl MultiHeadAttention {
             Some(rotary) => cache.with_rotary(rotary.clone()),
             None => Ok(cache),
         }
+    }
+
+    /// [`MultiHeadAttention::warm_up`] for steps of activations of `dtype` against a cache like this one: builds what its
+    /// type, window and rotary embedding need, and waits.
+    ///
+    /// ```
+    /// # fn main() -> multihead::Result<()> {
+    /// # let gpu = multihead::Gpu::new()?;
+    /// use multihead::{DType, MultiHeadAttention, MultiHeadAttentionConfig, Tensor};
+    ///
+    /// let layer = MultiHeadAttention::seeded(&gpu, MultiHeadAttentionConfig::new(8, 2), 1)?;
+    /// let mut cache = layer.kv_cache(1, 64, DType::F16)?;
+    /// layer.warm_up_steps(&cache, DType::F32)?;
+    /// let built = gpu.pipelines();
+    /// layer.step(&Tensor::zeros(&gpu, DType::F32, &[1, 5, 8])?, &mut cache)?;
+    /// assert_eq!(gpu.pipelines(), built); // the step built none
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// As [`MultiHeadAttention::warm_up`]; [`Error::Option`] for a rolling cache of a layer without a window.
+    pub fn warm_up_steps(&self, cache: &KvCache, dtype: DType) -> Result<()> {
+        let size = self.config.head_dim();
+        let held = Storage::of(&self.gpu, cache.dtype())?;
+        let attention = self.attention_of(cache)?;
+        let mut variants = self.own_variants(dtype)?;
+        variants.extend(cache.variants(DType::F32)?);
+        variants.extend(attention.variants([Storage::F32, held, held, Storage::F32], size, size)?);
+        warm_up(&self.gpu, &variants)
     }
 
     /// Attention of new tokens to all before them, and those to come after find them in `cache`: a whole prompt (prefill), a
@@ -328,14 +359,27 @@ impl MultiHeadAttention {
             )));
         }
         if cache.rotary() != self.rotary.as_ref() {
-            let has = |given: bool| if given { "one" } else { "none" };
+            let has = |given: bool| {
+                if given {
+                    "a rotary embedding of its own"
+                } else {
+                    "no rotary embedding"
+                }
+            };
             return refuse(format!(
-                "the layer's rotary embedding ({}) is not the cache's ({}): queries and keys are turned by the same tables, \
-                 use MultiHeadAttention::kv_cache, or give both a clone of one Rotary",
+                "the layer has {} and the cache has {}: queries and keys are turned by the same tables, use \
+                 MultiHeadAttention::kv_cache, or give both a clone of one Rotary",
                 has(self.rotary.is_some()),
                 has(cache.rotary().is_some())
             ));
         }
+        self.attention_of(cache)
+    }
+
+    /// The operator that attends to a cache: a rolling one must have the layer's window.
+    fn attention_of(&self, cache: &KvCache) -> Result<&Attention> {
+        let refuse = |text: String| Err(Error::Option(text));
+        let config = &self.config;
         let Some(window) = cache.window() else {
             return Ok(&self.attention[Causal::BottomRight as usize]);
         };

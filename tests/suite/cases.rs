@@ -1,6 +1,6 @@
 //! The case files: inputs and right answers from PyTorch and ONNX.
 
-#[path = "../../examples/attend/case.rs"]
+#[path = "../../examples/attend/case/mod.rs"]
 mod case;
 #[path = "../../examples/attend/gpu.rs"]
 mod run;

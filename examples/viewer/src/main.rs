@@ -8,7 +8,7 @@
 //! ```
 
 // Shared with the example `attend`.
-#[path = "../../attend/case.rs"]
+#[path = "../../attend/case/mod.rs"]
 mod case;
 #[path = "../../attend/colours.rs"]
 mod colours;
