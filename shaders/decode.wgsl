@@ -161,10 +161,13 @@ fn with_sinks(tile: Tile, sums: Sums) -> Sums {
     if params.call.has_sinks == 0u {
         return sums;
     }
-    let sinks = vec4<f32>(load_sink(row_head(tile, 0u)), load_sink(row_head(tile, 1u)),
+    let sinks = vec4<u32>(load_sink(row_head(tile, 0u)), load_sink(row_head(tile, 1u)),
         load_sink(row_head(tile, 2u)), load_sink(row_head(tile, 3u)));
-    let top = max(sums.top, sinks);
-    return Sums(top, sums.sum * exponentials(sums.top - top) + exponentials(sinks - top));
+    let tops = vec4<f32>(sink_top(sinks.x), sink_top(sinks.y), sink_top(sinks.z), sink_top(sinks.w));
+    let top = max(sums.top, tops);
+    let weights = vec4<f32>(sink_weight(sinks.x, top.x), sink_weight(sinks.y, top.y), sink_weight(sinks.z, top.z),
+        sink_weight(sinks.w, top.w));
+    return Sums(top, sums.sum * exponentials(sums.top - top) + weights);
 }
 
 // What outputs relative to `top` are multiplied by before they are stored. A row without a key has sum 0.

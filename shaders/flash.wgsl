@@ -201,7 +201,8 @@ struct Start {
 // Maximum and sum before the first key. A sink is a key without a value that every row meets first.
 fn first_key_of_all(h: u32) -> Start {
     if params.call.has_sinks != 0u {
-        return Start(load_sink(h), 1.0);
+        let sink = load_sink(h);
+        return Start(sink_top(sink), select(1.0, 0.0, sink == NO_SINK));
     }
     return Start(LOWEST_FLOAT, 0.0);
 }

@@ -39,7 +39,7 @@ struct Params {
 @group(0) @binding(1) var<storage, read> partial_outputs: array<f32>;
 // [range][row over all heads][top, sum]
 @group(0) @binding(2) var<storage, read> partial_sums: array<f32>;
-@group(0) @binding(3) var<storage, read> sinks: array<f32>;
+@group(0) @binding(3) var<storage, read> sinks: array<u32>;
 @group(0) @binding(4) var<storage, read_write> output: array<output_word>;
 @group(0) @binding(5) var<storage, read_write> lse: array<u32>;
 
@@ -71,12 +71,12 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
             top = max(top, partial_sums[at]);
         }
     }
-    var sink = LOWEST_FLOAT;
+    var sink = NO_SINK;
     if params.has_sinks != 0u {
         sink = sinks[params.sinks_start + h * params.sinks_stride];
-        top = max(top, sink);
+        top = max(top, sink_top(sink));
     }
-    var sum = select(0.0, exponential(sink - top), params.has_sinks != 0u);
+    var sum = sink_weight(sink, top);
     var total = 0.0;
     for (var r = 0u; r < params.ranges; r++) {
         let at = r * params.all_rows + local_row;

@@ -27,7 +27,7 @@ struct Params {
 }
 
 @group(0) @binding(0) var<uniform> params: Params;
-@group(0) @binding(1) var<storage, read> sinks: array<f32>;
+@group(0) @binding(1) var<storage, read> sinks: array<u32>;
 @group(0) @binding(2) var<storage, read_write> scores: array<u32>;
 @group(0) @binding(3) var<storage, read_write> lse: array<u32>;
 
@@ -35,7 +35,6 @@ const HIDDEN: u32 = 0xff800000u;
 const LOWEST_FLOAT: f32 = -3.40282346e38;
 
 var<workgroup> parts: array<f32, ROWS * LANES>;
-var<workgroup> found: array<u32, ROWS * LANES>;
 
 @compute @workgroup_size(LANES, ROWS)
 fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_id) thread: vec3<u32>) {
@@ -49,31 +48,26 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_id) t
     let last = select(0u, params.keys, inside);
 
     var top = LOWEST_FLOAT;
-    var any = 0u;
     for (var j = lane; j < last; j += LANES) {
         let bits = scores[base + j];
         if bits != HIDDEN {
             top = max(top, bitcast<f32>(bits));
-            any = 1u;
         }
     }
-    var sink = 0.0;
+    var sink = NO_SINK;
     if params.has_sinks != 0u && inside {
         sink = sinks[params.sinks_start + h * params.sinks_stride];
-        top = max(top, sink);
+        top = max(top, sink_top(sink));
     }
     parts[slot] = top;
-    found[slot] = any;
     for (var step = LANES / 2u; step > 0u; step /= 2u) {
         workgroupBarrier();
         if lane < step {
             parts[slot] = max(parts[slot], parts[slot + step]);
-            found[slot] |= found[slot + step];
         }
     }
     workgroupBarrier();
     top = parts[thread.y * LANES];
-    any = found[thread.y * LANES];
     workgroupBarrier();
 
     var sum = 0.0;
@@ -92,9 +86,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_id) t
     }
     workgroupBarrier();
     sum = parts[thread.y * LANES];
-    if params.has_sinks != 0u {
-        sum += exponential(sink - top);
-    }
+    sum += sink_weight(sink, top);
 
     for (var j = lane; j < last; j += LANES) {
         let bits = scores[base + j];
@@ -106,10 +98,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_id) t
     }
     if params.has_lse != 0u && inside && lane == 0u {
         let call_row = (params.first_head + row / params.rows) * params.queries + params.first_row + row % params.rows;
-        var result = HIDDEN;
-        if any != 0u || params.has_sinks != 0u {
-            result = bitcast<u32>(top + log(sum));
-        }
-        lse[params.lse_start + call_row] = result;
+        // A row without a key and without a sink has sum 0; any other's is about 1 or more.
+        lse[params.lse_start + call_row] = select(bitcast<u32>(top + log(sum)), HIDDEN, sum == 0.0);
     }
 }

@@ -200,6 +200,8 @@ impl KvCache {
         };
         let keys = tensor("keys", shape.keys())?;
         let values = tensor("values", shape.values())?;
+        // Before the host makes as many counts.
+        Tensor::bytes(gpu, DType::U32, &[shape.batch])?;
         let empty = vec![0; shape.batch];
         let state = State::new(gpu, &keys, &values, shape.capacity, empty.clone(), empty)?;
         Ok(Self {

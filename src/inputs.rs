@@ -557,13 +557,7 @@ impl<'a> AttentionInputs<'a> {
             check_device(gpu, name, tensor)?;
         }
         let shape = self.shape()?;
-        options.validate(shape.heads)?;
-        if options.always_visible_keys > shape.keys {
-            return Err(Error::Option(format!(
-                "always_visible_keys = {} of {} keys: at most all of them",
-                options.always_visible_keys, shape.keys
-            )));
-        }
+        options.validate_for(&shape)?;
         let maskable = shape.keys - options.always_visible_keys;
         if let Some(mask) = self.mask {
             mask.strides("mask", [shape.batch, shape.heads, shape.queries, maskable])?;

@@ -1,6 +1,6 @@
 //! The options of the attention rule, one vocabulary for the operator, the layer and the reference.
 
-use crate::{Error, Result};
+use crate::{AttentionShape, Error, Result};
 
 /// Where a query stands among the keys when their numbers differ, and whether later keys are hidden.
 ///
@@ -201,6 +201,18 @@ impl AttentionOptions {
                 self.query_offset,
                 crate::shape::MAX_AXIS
             ));
+        }
+        Ok(())
+    }
+
+    /// Checks them for a call of this shape.
+    pub(crate) fn validate_for(&self, shape: &AttentionShape) -> Result<()> {
+        self.validate(shape.heads)?;
+        if self.always_visible_keys > shape.keys {
+            return Err(Error::Option(format!(
+                "always_visible_keys = {} of {} keys: at most all of them",
+                self.always_visible_keys, shape.keys
+            )));
         }
         Ok(())
     }

@@ -7,7 +7,8 @@ use crate::{
     Wanted, kernel::Batch,
 };
 
-/// Bytes and dispatches of one call. Its `Display` is one line.
+/// Bytes and dispatches of one call. Its `Display` is one line. The first call of a variant that is checked when it is built
+/// holds a little more for that.
 ///
 /// ```
 /// # fn main() -> multihead::Result<()> {
@@ -40,9 +41,9 @@ pub struct Plan {
     pub params: u64,
     /// Kernel dispatches.
     pub dispatches: u64,
-    /// Fused path: tiles of keys that are looked at, for each tile of rows and of value columns.
+    /// Kernel `flash`: tiles of keys that are looked at, for each tile of rows and of value columns.
     pub key_tiles: u64,
-    /// Fused path: tiles of keys that window, causal order or the rows' range hide, and that cost nothing.
+    /// Kernel `flash`: tiles of keys that window, causal order or the rows' range hide, and that cost nothing.
     pub hidden_key_tiles: u64,
 }
 
@@ -87,7 +88,7 @@ impl fmt::Display for Plan {
                 "dispatches"
             }
         )?;
-        if self.path == AttentionPath::Fused {
+        if self.key_tiles + self.hidden_key_tiles > 0 {
             write!(
                 f,
                 ", {} of {} key tiles",

@@ -250,8 +250,10 @@ impl Rotary {
     /// [`Error::Option`] for options that are never allowed, or no positions; [`Error::Limit`] and the others of
     /// [`Tensor::upload`].
     pub fn new(gpu: &Gpu, options: RotaryOptions, max_positions: usize) -> Result<Self> {
-        let (cos, sin) = rotary_tables::<f32>(&options, max_positions)?;
         let shape = [max_positions, options.rotary_dim / 2];
+        // Before the host computes what the device could not take.
+        Tensor::bytes(gpu, DType::F32, &shape)?;
+        let (cos, sin) = rotary_tables::<f32>(&options, max_positions)?;
         Self::from_tables(
             options.pairing,
             Tensor::upload(gpu, &cos, &shape)?,

@@ -496,7 +496,9 @@ impl Tensor {
                 self.shape()
             )));
         };
-        let follows = heads <= 1 || self.is_empty() || head == head_dim * stride;
+        // Strides of axes of size 1 do not count.
+        let stride = if head_dim == 1 { head } else { stride };
+        let follows = heads <= 1 || self.is_empty() || head == head_dim.saturating_mul(stride);
         if !follows {
             return Err(Error::Shape(format!(
                 "merge_heads: heads lie {head} elements apart, {head_dim} entries with stride {stride} each; \

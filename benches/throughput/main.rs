@@ -39,8 +39,8 @@ pub(crate) struct Arguments {
     /// Only workloads whose name holds this
     name: Option<String>,
     /// Calls that count; one more comes first. Long ones are called less often if time is short
-    #[arg(long, default_value_t = 5)]
-    runs: usize,
+    #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u16).range(1..))]
+    runs: u16,
     /// Seconds that all calls may take; building pipelines, uploads and the reference come on top
     #[arg(long, value_name = "SECONDS")]
     budget: Option<f64>,
@@ -84,6 +84,12 @@ pub(crate) fn run(gpu: &Gpu, arguments: &Arguments, say: impl Fn(&str)) -> Resul
     if !(budget > 0.0 && budget.is_finite()) {
         return Err(format!("--budget {budget}: a number of seconds above 0").into());
     }
+    // Better now than after the measurements.
+    for (flag, path) in [("--json", &arguments.json), ("--chart", &arguments.chart)] {
+        if let Some(path) = path {
+            std::fs::File::create(path).map_err(|error| format!("{flag} {}: {error}", path.display()))?;
+        }
+    }
     let name = arguments.name.as_deref().unwrap_or_default();
     let mut workloads = if arguments.quick {
         workload::quick()
@@ -110,7 +116,7 @@ pub(crate) fn run(gpu: &Gpu, arguments: &Arguments, say: impl Fn(&str)) -> Resul
         .into_iter()
         .map(|workload| (workload, speed.seconds(&workload)))
         .collect();
-    let schedule = Schedule::new(estimated, arguments.runs, budget);
+    let schedule = Schedule::new(estimated, arguments.runs.into(), budget);
     let clock = if measure::has_timestamps(gpu) {
         "the device's clock"
     } else {

@@ -1,5 +1,5 @@
 // What the two kernels of the fused path share: bindings, the call's sizes and strides, and the steps of a softmax over
-// scores that are not held all at once. Their params have a `call` and a `rule`; rule.wgsl stands beside this text.
+// scores that are not held all at once. Their params have a `call` and a `rule`; rule.wgsl and sink.wgsl stand beside.
 
 struct Call {
     // The keys to attend to: first_key and the one after the last.
@@ -64,8 +64,8 @@ fn load_slope(head: u32) -> f32 {
     return bitcast<f32>(small[params.call.slopes_start + head]);
 }
 
-fn load_sink(head: u32) -> f32 {
-    return bitcast<f32>(small[params.call.sinks_start + head * params.call.sinks_stride]);
+fn load_sink(head: u32) -> u32 {
+    return small[params.call.sinks_start + head * params.call.sinks_stride];
 }
 
 fn is_finite(x: f32) -> bool {

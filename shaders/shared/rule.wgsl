@@ -108,7 +108,8 @@ fn rule_score(head: Head, i: u32, j: u32, dot: f32) -> u32 {
     if j < params.rule.maskable {
         let p = i32(i) + head.offset;
         let distance = i32(j) - p;
-        score -= head.slope * f32(abs(distance));
+        // Two overflows of opposite sign must not meet.
+        score = saturated(score) - saturated(head.slope * f32(abs(distance)));
         // On bools, & and | do not branch as && and || do.
         visible = (j < head.length)
             & ((params.rule.left >= UNBOUNDED) | (distance >= -params.rule.left))

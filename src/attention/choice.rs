@@ -97,6 +97,7 @@ impl Attention {
     /// wanted; [`Error::DType`] for a type that is not of floats; [`Error::DeviceLost`].
     pub fn choice(&self, shape: &AttentionShape, dtype: DType, weights: bool) -> Result<Choice> {
         shape.validate()?;
+        self.options.validate_for(shape)?;
         let (path, reason) = self.choose(weights)?;
         let gpu = &self.gpu;
         let storage = Storage::of(gpu, dtype)?;

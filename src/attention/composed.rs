@@ -64,7 +64,12 @@ impl Attention {
             None => {
                 let slot = if kept { Scratch::Weights } else { Scratch::Scores };
                 let scratch = batch.scratch(slot, bytes)?;
-                (Binding::prefix(gpu, "weights", &scratch, bytes)?, 0)
+                let what = if kept {
+                    "the weights of all heads, of which the mean is taken,"
+                } else {
+                    "a chunk of scores"
+                };
+                (Binding::prefix(gpu, what, &scratch, bytes)?, 0)
             }
         };
         let storage = |tensor: &Tensor| Storage::of(gpu, tensor.dtype());

@@ -36,7 +36,7 @@ impl Rule {
         let visibility = Visibility::new(options);
         Self {
             queries: shape.queries as u32,
-            maskable: (shape.keys - options.always_visible_keys) as u32,
+            maskable: shape.keys.saturating_sub(options.always_visible_keys) as u32,
             offset: visibility.offset,
             bottom_right: u32::from(visibility.bottom_right),
             left: visibility.left,

@@ -309,7 +309,8 @@ impl Gpu {
     /// # Errors
     ///
     /// [`Error::Wgpu`] if something recorded in the encoder is invalid, such as a buffer of another device;
-    /// [`Error::DeviceLost`].
+    /// [`Error::DeviceLost`]. An encoder of another device reports to that device: without an error handler of yours there,
+    /// wgpu panics.
     pub fn submit(&self, encoder: wgpu::CommandEncoder) -> Result<()> {
         self.guarded("submitting commands", 0, || {
             self.inner.queue.submit([encoder.finish()]);

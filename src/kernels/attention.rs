@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use super::{
-    EXPONENTIAL, RULE,
+    EXPONENTIAL, RULE, SINK,
     merge_ranges::Lse,
     scores::{Operand, Rule},
 };
@@ -69,6 +69,7 @@ pub(super) fn variant(
     pieces.extend([
         include_str!("../../shaders/shared/attention.wgsl"),
         RULE,
+        SINK,
         EXPONENTIAL,
     ]);
     constants.push(("PLAIN", u32::from(plain)));

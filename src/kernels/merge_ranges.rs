@@ -1,6 +1,6 @@
 //! `shaders/merge_ranges.wgsl`: what the fused kernel computed of ranges of the keys, put together.
 
-use super::{Chunk, EXPONENTIAL, Vector, scores::Operand};
+use super::{Chunk, EXPONENTIAL, SINK, Vector, scores::Operand};
 use crate::{
     Gpu, Result, Tensor,
     kernel::{Batch, Binding, Storage, Variant, params},
@@ -39,7 +39,7 @@ params! {
 pub(crate) fn variant(output: Storage) -> Variant {
     Variant {
         name: "merge_ranges",
-        pieces: vec![include_str!("../../shaders/merge_ranges.wgsl"), EXPONENTIAL],
+        pieces: vec![include_str!("../../shaders/merge_ranges.wgsl"), SINK, EXPONENTIAL],
         constants: vec![("WORKGROUP", ELEMENTWISE_WORKGROUP)],
         inputs: Vec::new(),
         output: Some(output),

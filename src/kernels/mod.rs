@@ -30,6 +30,7 @@ const TILE: &str = include_str!("../../shaders/shared/tile.wgsl");
 const EXPONENTIAL: &str = include_str!("../../shaders/shared/exponential.wgsl");
 const ROTATE: &str = include_str!("../../shaders/shared/rotate.wgsl");
 const RULE: &str = include_str!("../../shaders/shared/rule.wgsl");
+const SINK: &str = include_str!("../../shaders/shared/sink.wgsl");
 
 /// A kernel built around the matrix product.
 fn product_variant(

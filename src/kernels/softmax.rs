@@ -1,6 +1,6 @@
 //! `shaders/softmax.wgsl`: stable row softmax in place, with log-sum-exp and sinks.
 
-use super::{Chunk, EXPONENTIAL, Vector};
+use super::{Chunk, EXPONENTIAL, SINK, Vector};
 use crate::{
     AttentionShape, Result,
     kernel::{Batch, Binding, Variant, params},
@@ -31,7 +31,7 @@ params! {
 pub(crate) fn variant((lanes, rows): (u32, u32)) -> Variant {
     Variant {
         name: "softmax",
-        pieces: vec![include_str!("../../shaders/softmax.wgsl"), EXPONENTIAL],
+        pieces: vec![include_str!("../../shaders/softmax.wgsl"), SINK, EXPONENTIAL],
         constants: vec![("LANES", lanes), ("ROWS", rows)],
         inputs: Vec::new(),
         output: None,

@@ -3,7 +3,7 @@
 use super::scores::score_row;
 use super::softmax::softmax_row;
 use super::weighted_sum::{head_of, sum_row};
-use super::{Real, check_len, count, rows_mut};
+use super::{Real, check_len, count, rows_mut, zeros};
 use crate::mask::Visibility;
 use crate::shape::broadcast_strides;
 use crate::{AttentionOptions, AttentionShape, Error, Result};
@@ -217,13 +217,13 @@ impl<'a, T: Real> Attention<'a, T> {
     fn rows(&self, keep_weights: bool) -> Result<AttentionOutput<T>> {
         let prepared = self.prepare()?;
         let (rows, keys, size) = (prepared.rows, self.shape.keys, self.shape.value_dim);
-        let mut output = vec![T::ZERO; count("output", &[rows, size])?];
+        let mut output = zeros("output", &[rows, size])?;
         let kept = if keep_weights { keys } else { 0 };
-        let mut weights = vec![T::ZERO; count("weights", &[rows, kept])?];
-        let mut lse = vec![T::ZERO; rows];
-        rows_mut(&mut output, rows, size)
+        let mut weights = zeros("weights", &[rows, kept])?;
+        let mut lse = zeros("lse", &[rows])?;
+        rows_mut(&mut output, rows, size)?
             .into_par_iter()
-            .zip(rows_mut(&mut weights, rows, kept))
+            .zip(rows_mut(&mut weights, rows, kept)?)
             .zip(&mut lse)
             .enumerate()
             .for_each_init(

@@ -1,6 +1,6 @@
 //! `y = x W^T + b`.
 
-use super::{Real, check_len, count};
+use super::{Real, check_len, zeros};
 use crate::Result;
 use rayon::prelude::*;
 
@@ -37,7 +37,7 @@ pub fn linear<T: Real>(
     if outputs == 0 {
         return Ok(Vec::new());
     }
-    let mut y = vec![T::ZERO; count("y", &[rows, outputs])?];
+    let mut y = zeros("y", &[rows, outputs])?;
     y.par_chunks_mut(outputs).enumerate().for_each(|(row, y)| {
         let x = &x[row * inputs..][..inputs];
         for (output, y) in y.iter_mut().enumerate() {

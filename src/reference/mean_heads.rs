@@ -1,6 +1,6 @@
 //! Weights averaged over the heads.
 
-use super::{Real, check_len, count};
+use super::{Real, check_len, zeros};
 use crate::{AttentionShape, Result};
 
 /// `mean[b, i, j] = sum_h weights[b, h, i, j] / H`, what PyTorch returns with `average_attn_weights`.
@@ -21,7 +21,7 @@ use crate::{AttentionShape, Result};
 /// [`Error::Shape`](crate::Error::Shape) for a slice whose length does not fit.
 pub fn mean_heads<T: Real>(weights: &[T], shape: &AttentionShape) -> Result<Vec<T>> {
     check_len("weights", weights.len(), &shape.weights())?;
-    let mut mean = vec![T::ZERO; count("mean", &[shape.batch, shape.queries, shape.keys])?];
+    let mut mean = zeros("mean", &[shape.batch, shape.queries, shape.keys])?;
     let map = mean.len().checked_div(shape.batch).unwrap_or(0);
     for (index, mean) in mean.iter_mut().enumerate() {
         let (batch, at) = (index / map, index % map);

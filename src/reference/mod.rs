@@ -81,13 +81,31 @@ fn count(what: &str, shape: &[usize]) -> Result<usize> {
     )))
 }
 
+/// A tensor of zeros; refuses one that this host has no memory for, where `vec!` would end the program.
+fn zeros<T: Real>(what: &str, shape: &[usize]) -> Result<Vec<T>> {
+    let mut zeros = reserved(what, shape)?;
+    zeros.resize(count(what, shape)?, T::ZERO);
+    Ok(zeros)
+}
+
+/// Room for the elements of a tensor.
+fn reserved<T>(what: &str, shape: &[usize]) -> Result<Vec<T>> {
+    let mut room = Vec::new();
+    room.try_reserve_exact(count(what, shape)?).map_err(|_| {
+        Error::Shape(format!(
+            "{what} of shape {shape:?} does not fit this host's memory"
+        ))
+    })?;
+    Ok(room)
+}
+
 /// Cuts `data` into `rows` slices of `width` elements; a width of 0 still gives every row its slice.
-fn rows_mut<T>(mut data: &mut [T], rows: usize, width: usize) -> Vec<&mut [T]> {
-    let mut cut = Vec::with_capacity(rows);
+fn rows_mut<T>(mut data: &mut [T], rows: usize, width: usize) -> Result<Vec<&mut [T]>> {
+    let mut cut = reserved("rows", &[rows])?;
     for _ in 0..rows {
         let (row, rest) = data.split_at_mut(width.min(data.len()));
         cut.push(row);
         data = rest;
     }
-    cut
+    Ok(cut)
 }

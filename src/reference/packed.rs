@@ -1,6 +1,6 @@
 //! Sequences of different lengths laid end to end.
 
-use super::{Attention, Real, check_len, count};
+use super::{Attention, Real, check_len, zeros};
 use crate::{AttentionOptions, AttentionShape, Error, Result};
 
 /// A call over sequences laid end to end, without padding (FlashAttention's `varlen` layout).
@@ -152,8 +152,8 @@ pub fn packed_attention<T: Real>(packed: &Packed<'_, T>) -> Result<PackedOutput<
     check_len("key", packed.key.len(), &[keys, kv_heads, head_dim])?;
     check_len("value", packed.value.len(), &[keys, kv_heads, value_dim])?;
 
-    let mut output = vec![T::ZERO; count("output", &[queries, heads, value_dim])?];
-    let mut lse = vec![T::ZERO; count("lse", &[heads, queries])?];
+    let mut output = zeros("output", &[queries, heads, value_dim])?;
+    let mut lse = zeros("lse", &[heads, queries])?;
     for (q, k) in packed.cu_seqlens_q.windows(2).zip(packed.cu_seqlens_k.windows(2)) {
         let (q0, k0) = (q[0], k[0]);
         let shape = AttentionShape {

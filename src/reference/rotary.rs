@@ -23,9 +23,9 @@ use crate::{Error, Result, RotaryOptions, RotaryPairing, RotaryScaling};
 pub fn rotary_tables<T: Real>(options: &RotaryOptions, positions: usize) -> Result<(Vec<T>, Vec<T>)> {
     options.validate()?;
     let pairs = options.rotary_dim / 2;
-    let count = super::count("a rotary table", &[positions, pairs])?;
+    let table = || super::reserved("a rotary table", &[positions, pairs]);
+    let (mut cos, mut sin) = (table()?, table()?);
     let frequencies: Vec<f64> = (0..pairs).map(|pair| frequency(options, pair)).collect();
-    let (mut cos, mut sin) = (Vec::with_capacity(count), Vec::with_capacity(count));
     for position in 0..positions {
         for frequency in &frequencies {
             let angle = position as f64 * frequency;

@@ -2,7 +2,7 @@
 
 use super::attention::Prepared;
 use super::linear::dot;
-use super::{Attention, Real, count, rows_mut};
+use super::{Attention, Real, rows_mut, zeros};
 use crate::Result;
 use rayon::prelude::*;
 
@@ -35,8 +35,8 @@ use rayon::prelude::*;
 pub fn scores<T: Real>(call: &Attention<'_, T>) -> Result<Vec<T>> {
     let prepared = call.prepare()?;
     let keys = call.shape.keys;
-    let mut scores = vec![T::ZERO; count("scores", &[prepared.rows, keys])?];
-    rows_mut(&mut scores, prepared.rows, keys)
+    let mut scores = zeros("scores", &[prepared.rows, keys])?;
+    rows_mut(&mut scores, prepared.rows, keys)?
         .into_par_iter()
         .enumerate()
         .for_each(|(row, scores)| score_row(&prepared, row, scores));
@@ -85,7 +85,8 @@ pub(super) fn score_row<T: Real>(prepared: &Prepared<'_, T>, row: usize, scores:
         }
         if let (Some(slope), false) = (slope, always) {
             let distance = position.abs_diff(key as i64);
-            s = s - slope * T::from_f64(distance as f64);
+            // Two overflows of opposite sign must not meet: that would be NaN.
+            s = s.saturate() - (slope * T::from_f64(distance as f64)).saturate();
         }
         if let Some(bias) = bias {
             // An overflow must not meet the mask's opposite infinity: that would be NaN.

@@ -1,6 +1,6 @@
 //! Weights and log-sum-exp of a row.
 
-use super::{Real, check_len, count, rows_mut};
+use super::{Real, check_len, count, rows_mut, zeros};
 use crate::{AttentionShape, Result};
 use rayon::prelude::*;
 
@@ -32,16 +32,15 @@ pub fn softmax<T: Real>(
     }
     let rows = count("lse", &[shape.batch, shape.heads, shape.queries])?;
     let mut weights = scores.to_vec();
-    let lse = rows_mut(&mut weights, rows, shape.keys)
+    let mut lse = zeros("lse", &[rows])?;
+    rows_mut(&mut weights, rows, shape.keys)?
         .into_par_iter()
+        .zip(&mut lse)
         .enumerate()
-        .map(|(row, weights)| {
-            softmax_row(
-                weights,
-                sinks.map(|sinks| sinks[row / shape.queries % shape.heads]),
-            )
-        })
-        .collect();
+        .for_each(|(row, (weights, lse))| {
+            let sink = sinks.map(|sinks| sinks[row / shape.queries % shape.heads]);
+            *lse = softmax_row(weights, sink);
+        });
     Ok((weights, lse))
 }
 

@@ -1,6 +1,6 @@
 //! Weights times values.
 
-use super::{Real, check_len, count, rows_mut};
+use super::{Real, check_len, count, rows_mut, zeros};
 use crate::{AttentionShape, Result};
 use rayon::prelude::*;
 
@@ -30,8 +30,8 @@ pub fn weighted_sum<T: Real>(weights: &[T], value: &[T], shape: &AttentionShape)
         "output",
         &[shape.batch, shape.heads, shape.queries, shape.value_dim.max(1)],
     )? / shape.value_dim.max(1);
-    let mut output = vec![T::ZERO; rows * shape.value_dim];
-    rows_mut(&mut output, rows, shape.value_dim)
+    let mut output = zeros("output", &[rows, shape.value_dim])?;
+    rows_mut(&mut output, rows, shape.value_dim)?
         .into_par_iter()
         .enumerate()
         .for_each(|(row, output)| {

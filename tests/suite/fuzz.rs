@@ -329,6 +329,11 @@ fn operator(gpu: &Gpu, draw: &mut Draw) -> std::result::Result<(), TestCaseError
     let value = draw.tensor(gpu, &[batch, kv_heads, keys, size]);
     let past = [(); 2].map(|()| draw.tensor(gpu, &[batch, kv_heads, 3, size]));
     let sinks = draw.tensor(gpu, &[heads]);
+    answered(attention.choice(
+        &AttentionShape::new(batch, heads, queries, size),
+        draw.dtype(),
+        draw.coin(0.3),
+    ))?;
     let mask = draw.mask(gpu, &[batch, heads, queries, keys]);
     let key_mask = draw.mask(gpu, &[batch, keys]);
     let lengths = draw.lengths(gpu, batch);

@@ -185,3 +185,118 @@ fn f083_a_device_with_default_limits_and_no_features_gives_the_same() {
     }
     all_rows(rows);
 }
+
+/// The first call of any kind builds nothing after its warm-up, with added and always visible keys and mixed types too.
+#[test]
+fn warm_ups_leave_nothing_to_build() {
+    use multihead::{
+        MultiHeadAttention, MultiHeadAttentionConfig, MultiHeadInputs, NeedWeights, Rotary, RotaryOptions,
+    };
+    for gpu in [Gpu::new().unwrap(), crate::device::open_default()] {
+        let config = MultiHeadAttentionConfig::new(8, 2)
+            .add_bias_kv(true)
+            .add_zero_attn(true);
+        let layer = MultiHeadAttention::seeded(&gpu, config, 1).unwrap();
+        layer.warm_up(DType::F32).unwrap();
+        let built = gpu.pipelines();
+        let x = Tensor::zeros(&gpu, DType::F32, &[1, 9, 8]).unwrap();
+        for weights in [NeedWeights::No, NeedWeights::Averaged, NeedWeights::PerHead] {
+            layer.forward(&MultiHeadInputs::new(&x), weights).unwrap();
+        }
+        assert_eq!(gpu.pipelines(), built, "a layer");
+
+        let options = AttentionOptions::new().always_visible_keys(3);
+        let attention = Attention::new(&gpu, options).unwrap();
+        attention.warm_up(DType::F32, 8, 8).unwrap();
+        let built = gpu.pipelines();
+        let x = Tensor::zeros(&gpu, DType::F32, &[1, 2, 9, 8]).unwrap();
+        let lengths = KvLengths::new(&gpu, &[4]).unwrap();
+        let sinks = Tensor::zeros(&gpu, DType::F32, &[2]).unwrap();
+        let inputs = AttentionInputs::new(&x, &x, &x)
+            .kv_lengths(&lengths)
+            .sinks(&sinks);
+        attention
+            .run(&inputs, Wanted::output().lse().mean_weights())
+            .unwrap();
+        attention.run(&inputs, Wanted::output().lse()).unwrap();
+        let inputs = AttentionInputs::new(&x, &x, &x).past(&x, &x);
+        attention.run(&inputs, Wanted::output().present()).unwrap();
+        assert_eq!(gpu.pipelines(), built, "an operator");
+
+        for (dtype, activations) in [(DType::F16, DType::F32), (DType::F32, DType::F16)] {
+            let options = AttentionOptions::new().window(Some(7), Some(0));
+            let config = MultiHeadAttentionConfig::new(16, 4)
+                .num_kv_heads(2)
+                .attention(options);
+            let rotary = Rotary::new(&gpu, RotaryOptions::new(4), 64).unwrap();
+            let layer = MultiHeadAttention::seeded(&gpu, config, 1)
+                .unwrap()
+                .with_rotary(rotary)
+                .unwrap();
+            for mut cache in [
+                layer.kv_cache(1, 64, dtype).unwrap(),
+                layer.rolling_kv_cache(1, 8, dtype).unwrap(),
+            ] {
+                layer.warm_up_steps(&cache, activations).unwrap();
+                let built = gpu.pipelines();
+                for tokens in [5, 1, 1, 8] {
+                    let x = Tensor::zeros(&gpu, activations, &[1, tokens, 16]).unwrap();
+                    layer.step(&x, &mut cache).unwrap();
+                }
+                assert_eq!(
+                    gpu.pipelines(),
+                    built,
+                    "steps of {activations:?} on a cache of {dtype:?}"
+                );
+            }
+        }
+    }
+}
+
+/// Sizes that no memory holds are refused before anything is computed or reserved.
+#[test]
+fn sizes_beyond_any_memory_are_refused() {
+    use multihead::{KvCache, KvCacheShape, Rotary, RotaryOptions};
+    let refused = |what: &str, error: Option<Error>| {
+        let text = error.unwrap_or_else(|| panic!("{what} was accepted")).to_string();
+        assert!(text.len() > 30, "{what}: {text}");
+    };
+    let start = std::time::Instant::now();
+    refused(
+        "tables",
+        Rotary::new(gpu(), RotaryOptions::new(128), 1 << 40).err(),
+    );
+    refused(
+        "wide tables",
+        Rotary::new(gpu(), RotaryOptions::new(1 << 29), 1 << 29).err(),
+    );
+    let tables = reference::rotary_tables::<f64>(&RotaryOptions::new(128), 1 << 45);
+    refused("the reference's tables", tables.err());
+    let shape = AttentionShape {
+        heads: 1,
+        kv_heads: 1,
+        queries: 1 << 20,
+        ..AttentionShape::new(1 << 29, 1, 0, 0)
+    };
+    let options = AttentionOptions::new();
+    refused(
+        "rows",
+        reference::Attention::<f64>::new(shape, &options, &[], &[], &[])
+            .run()
+            .err(),
+    );
+    let cache = KvCache::new(gpu(), KvCacheShape::new(1 << 29, 1, 0, 1), DType::F32);
+    refused("a cache", cache.err());
+    assert!(
+        start.elapsed() < std::time::Duration::from_secs(5),
+        "{:?}",
+        start.elapsed()
+    );
+
+    let options = AttentionOptions::new().always_visible_keys(30);
+    let choice =
+        Attention::new(gpu(), options)
+            .unwrap()
+            .choice(&super::shape(1, 1, 4, 4, 8), DType::F32, false);
+    refused("more visible keys than keys", choice.err());
+}

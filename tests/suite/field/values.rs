@@ -159,3 +159,105 @@ fn an_infinite_key_does_not_meet_the_padding_of_the_head_size() {
         }
     }
 }
+
+/// A sink of -inf is none, one of +inf takes all: also in rows, tiles and sequences without a key, on each path.
+#[test]
+fn infinite_sinks_are_none_or_all() {
+    let (heads, size) = (3, 8);
+    let sinks = [f32::NEG_INFINITY, f32::INFINITY, 0.5];
+    let hidden = AttentionOptions::new().causal(Causal::TopLeft).query_offset(-36);
+    let beside = AttentionOptions::new()
+        .window(Some(0), Some(0))
+        .query_offset(1000);
+    let mut rows = Vec::new();
+    for (device, gpu) in [("own", gpu()), ("plain", plain())] {
+        for path in [AttentionPath::Fused, AttentionPath::Composed] {
+            for (what, queries, keys, length, options) in [
+                ("an empty sequence", 9, 64, Some(0), AttentionOptions::new()),
+                ("no keys", 9, 0, None, AttentionOptions::new()),
+                (
+                    "one query of an empty sequence",
+                    1,
+                    700,
+                    Some(0),
+                    AttentionOptions::new(),
+                ),
+                ("one query", 1, 700, None, AttentionOptions::new()),
+                ("a window beside the keys", 9, 64, None, beside.clone()),
+                ("a tile before the keys", 40, 64, None, hidden.clone()),
+                ("all keys", 40, 64, None, AttentionOptions::new()),
+            ] {
+                let mut shape = shape(1, heads, queries, keys, size);
+                shape.value_dim = size;
+                let mut numbers = Numbers::new(7);
+                let mut draw = |shape: [usize; 4]| numbers.normals(shape.iter().product());
+                let [q, k, v] = [shape.query(), shape.key(), shape.value()].map(&mut draw);
+                let upload = |values: &[f32], shape: &[usize]| Tensor::upload(gpu, values, shape).unwrap();
+                let [query, key, value] = [
+                    upload(&q, &shape.query()),
+                    upload(&k, &shape.key()),
+                    upload(&v, &shape.value()),
+                ];
+                let bound = upload(&sinks, &[heads]);
+                let lengths = length.map(|length| KvLengths::new(gpu, &[length]).unwrap());
+                let mut inputs = AttentionInputs::new(&query, &key, &value).sinks(&bound);
+                inputs.kv_lengths = lengths.as_ref();
+                let attention = Attention::new(gpu, options.clone()).unwrap().with_path(path);
+                let got = attention.run(&inputs, Wanted::output().lse()).unwrap();
+
+                let [wide_q, wide_k, wide_v] = [&q, &k, &v].map(|values| support::wide(values));
+                let mut truth = reference::Attention::new(shape, &options, &wide_q, &wide_k, &wide_v);
+                truth.sinks = Some(&sinks);
+                let length = length.map(|length| [length]);
+                let truth_lengths = length.as_ref().map(|length| &length[..]);
+                truth.kv_lengths = truth_lengths;
+                let truth = truth.run().unwrap();
+                let mut narrow = reference::Attention::new(shape, &options, &q, &k, &v);
+                narrow.sinks = Some(&sinks);
+                narrow.kv_lengths = truth_lengths;
+                let narrow = narrow.run().unwrap();
+                let name = format!("{device}, {path:?}, {what}");
+                let output = download(&got.output);
+                rows.push((
+                    format!("{name}, output"),
+                    check_bound("output", &output, &narrow.output, &truth.output, false),
+                ));
+                let lse = download(got.lse.as_ref().unwrap());
+                rows.push((
+                    format!("{name}, lse"),
+                    check_bound("lse", &lse, &narrow.lse, &truth.lse, false),
+                ));
+            }
+        }
+        // A packed sequence with queries and no key.
+        let cu_seqlens = multihead::CuSeqlens::new(gpu, &[0, 3, 5], &[0, 0, 5]).unwrap();
+        let x = Tensor::upload(gpu, &Numbers::new(8).normals(5 * 8), &[5, 1, 8]).unwrap();
+        let none = Tensor::upload(gpu, &sinks[..1], &[1]).unwrap();
+        let inputs = multihead::PackedInputs::new(&x, &x, &x, &cu_seqlens).sinks(&none);
+        let attention = Attention::new(gpu, AttentionOptions::new()).unwrap();
+        let got = attention.run_packed(&inputs).unwrap();
+        let lse = download(&got.lse);
+        let right = download(&got.output)[..24].iter().all(|&value| value == 0.0)
+            && lse[..3].iter().all(|&value| value == f32::NEG_INFINITY)
+            && lse[3..].iter().all(|value| value.is_finite());
+        rows.push((
+            format!("{device}, packed"),
+            right.then_some(()).ok_or(format!("{lse:?}")),
+        ));
+    }
+    all_rows(rows);
+}
+
+/// A score that overflows meets a distance that overflows the other way: the lowest number, not NaN.
+#[test]
+fn overflows_of_score_and_alibi_do_not_meet() {
+    for path in [AttentionPath::Fused, AttentionPath::Composed] {
+        let options = AttentionOptions::new().scale(1.0).alibi([1e38]).query_offset(10);
+        let attention = Attention::new(gpu(), options).unwrap().with_path(path);
+        let upload = |values: &[f32]| Tensor::upload(gpu(), values, &[1, 1, values.len(), 1]).unwrap();
+        let (query, key, value) = (upload(&[1e20]), upload(&[1e20, -1e20]), upload(&[1.0, 5.0]));
+        let inputs = AttentionInputs::new(&query, &key, &value);
+        let got = attention.run(&inputs, Wanted::output()).unwrap();
+        assert_eq!(download(&got.output), [1.0], "{path:?}");
+    }
+}
