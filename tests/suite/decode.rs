@@ -702,14 +702,14 @@ fn what_does_not_fit_is_refused() {
             plain_cache().with_rotary(rotary()).unwrap(),
             &x,
             &y,
-            "(none) is not the cache's (one)",
+            "the layer has no rotary embedding and the cache has a rotary embedding",
         ),
         (
             layer(base()).with_rotary(rotary()).unwrap(),
             plain_cache(),
             &x,
             &y,
-            "(one) is not the cache's (none)",
+            "the layer has a rotary embedding of its own and the cache has no rotary embedding",
         ),
         (
             layer(base()).with_rotary(rotary()).unwrap(),
