@@ -16,8 +16,8 @@
 // One running sum over all keys would drift: outputs and sums are added up in blocks of FOLD_KEYS keys.
 //
 // WGSL promises nothing about infinities, so top starts at the lowest finite float, and a row without a visible
-// key is told by a flag. An invisible key's value must not count even if it is NaN, and 0 * NaN is NaN: values that
-// are not finite are taken as 0, and only a tile that met one looks for them again (see write_not_finite).
+// key is told by its sum of 0. An invisible key's value must not count even if it is NaN, and 0 * NaN is NaN: values
+// that are not finite are taken as 0, and only a tile that met one looks for them again (see write_not_finite).
 
 struct Params {
     groups: u32,
@@ -68,7 +68,11 @@ fn find_tile(index: u32) -> Tile {
     let h = call_head % params.call.heads;
     var tile: Tile;
     tile.head = rule_head(batch, h);
-    tile.row0 = params.first_row + rest % params.row_tiles * TILE_ROWS;
+    // First, last, second, last but one ...: in causal order the last tiles have the most keys, and neighbours in the grid,
+    // which often share a core, then have as many as any others.
+    let turn = rest % params.row_tiles;
+    let row_tile = select(turn / 2u, params.row_tiles - 1u - turn / 2u, (turn & 1u) == 1u);
+    tile.row0 = params.first_row + row_tile * TILE_ROWS;
     tile.end_row = params.first_row + params.rows;
     tile.col0 = index % params.col_tiles * TILE_DIMS;
     tile.query_base = params.call.query_start + batch * params.call.query_batch + h * params.call.query_head;

@@ -377,7 +377,8 @@ pub struct AttentionInputs<'a> {
     /// Keys `[B, Hkv, P, D]` and values `[B, Hkv, P, Dv]` that come before `key` and `value`.
     pub past: Option<(&'a Tensor, &'a Tensor)>,
     /// One logit per query head, `[H]` of [`DType::F32`], that takes weight and gives no value: `exp(sink)` is
-    /// added to each row's sum. It is not scaled, capped or masked.
+    /// added to each row's sum. It is not scaled, capped or masked. One of `-inf` is none, one of `+inf` counts as the
+    /// largest float.
     pub sinks: Option<&'a Tensor>,
 }
 
