@@ -22,6 +22,23 @@ pub(super) fn check_limits(limits: &wgpu::Limits) -> Result<()> {
             guaranteed.max_compute_workgroup_storage_size,
             limits.max_compute_workgroup_storage_size,
         ),
+        (
+            "max_compute_workgroup_size_x",
+            guaranteed.max_compute_workgroup_size_x,
+            limits.max_compute_workgroup_size_x,
+        ),
+        // One group of params and at most eight tensors; WebGPU guarantees far more.
+        ("max_bind_groups", 1, limits.max_bind_groups),
+        (
+            "max_bindings_per_bind_group",
+            9,
+            limits.max_bindings_per_bind_group,
+        ),
+        (
+            "max_uniform_buffers_per_shader_stage",
+            1,
+            limits.max_uniform_buffers_per_shader_stage,
+        ),
     ] {
         if allows < needs {
             return Err(Error::Limit {

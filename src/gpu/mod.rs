@@ -147,7 +147,13 @@ impl Gpu {
     ///
     /// As [`Gpu::new`].
     pub async fn new_async() -> Result<Self> {
-        let adapter = choose_adapter(instance()).await?;
+        let adapter = {
+            // wgpu's OpenGL backend panics if two threads ask one instance for adapters. Blocking costs nothing: native
+            // backends answer at once.
+            static ASKING: Mutex<()> = Mutex::new(());
+            let _alone = lock(&ASKING);
+            pollster::block_on(choose_adapter(instance()))?
+        };
         let descriptor = |required_limits| wgpu::DeviceDescriptor {
             label: Some("multihead"),
             required_features: Self::useful_features(&adapter),

@@ -3,7 +3,7 @@
 use std::{
     process::Command,
     sync::{
-        Arc, OnceLock,
+        Arc, Mutex, OnceLock, PoisonError,
         atomic::{AtomicBool, AtomicU32, Ordering},
     },
     time::Duration,
@@ -25,9 +25,12 @@ use crate::{
 /// instances apart.
 fn adapter() -> wgpu::Adapter {
     static INSTANCE: OnceLock<wgpu::Instance> = OnceLock::new();
+    // wgpu's OpenGL backend panics if two threads ask one instance for adapters.
+    static ASKING: Mutex<()> = Mutex::new(());
     let instance = INSTANCE
         .get_or_init(|| wgpu::Instance::new(wgpu::InstanceDescriptor::new_without_display_handle_from_env()));
     let wanted = gpu().info();
+    let _alone = ASKING.lock().unwrap_or_else(PoisonError::into_inner);
     pollster::block_on(instance.enumerate_adapters(wgpu::Backends::all()))
         .into_iter()
         .find(|adapter| {
@@ -460,6 +463,44 @@ fn a_starved_device_is_right_or_says_why_not() {
         }
     }
     assert_none(&failures);
+}
+
+/// A device that was opened with less than every kernel needs is refused when it is joined, by the name of the limit.
+#[test]
+fn a_device_with_less_than_the_kernels_need_is_refused() {
+    let less: [(&str, fn(&mut Limits)); 4] = [
+        ("max_compute_workgroup_size_x", |limits| {
+            limits.max_compute_workgroup_size_x = 128;
+        }),
+        ("max_bindings_per_bind_group", |limits| {
+            limits.max_bindings_per_bind_group = 8;
+        }),
+        ("max_bind_groups", |limits| limits.max_bind_groups = 0),
+        ("max_uniform_buffers_per_shader_stage", |limits| {
+            limits.max_uniform_buffers_per_shader_stage = 0;
+        }),
+    ];
+    for (name, lower) in less {
+        let mut limits = Limits::default();
+        lower(&mut limits);
+        let (device, queue) = open_device(Features::empty(), limits);
+        match Gpu::from_device(&device, &queue) {
+            Err(Error::Limit {
+                limit, needs, allows, ..
+            }) => assert!(limit == name && needs > allows, "{limit} for {name}"),
+            other => panic!("{name}: {other:?}"),
+        }
+    }
+}
+
+/// Devices are opened from many threads at once.
+#[test]
+fn threads_open_devices_at_once() {
+    let opened: Vec<Gpu> = std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..8).map(|_| scope.spawn(|| Gpu::new().unwrap())).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    });
+    assert!(opened.windows(2).all(|pair| pair[0] != pair[1]));
 }
 
 /// More workgroups than an axis of the grid has.
