@@ -468,7 +468,9 @@ fn a_starved_device_is_right_or_says_why_not() {
 /// A device that was opened with less than every kernel needs is refused when it is joined, by the name of the limit.
 #[test]
 fn a_device_with_less_than_the_kernels_need_is_refused() {
-    let less: [(&str, fn(&mut Limits)); 4] = [
+    /// Name of a limit, and what sets it too low.
+    type Less = (&'static str, fn(&mut Limits));
+    let less: [Less; 4] = [
         ("max_compute_workgroup_size_x", |limits| {
             limits.max_compute_workgroup_size_x = 128;
         }),
