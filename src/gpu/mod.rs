@@ -121,7 +121,8 @@ impl Gpu {
     /// Opens a device on the adapter that wgpu programs choose: `WGPU_BACKEND`, `WGPU_ADAPTER_NAME` (part of
     /// the name, any case) and `WGPU_POWER_PREF` are honoured; without them, the fastest adapter.
     ///
-    /// Asks for the adapter's own limits and, where it has them, for [`Gpu::useful_features`].
+    /// Asks for the adapter's own limits and, where it has them, for [`Gpu::useful_features`]. All devices that this opens
+    /// are of one `wgpu::Instance`, made by the first call, with the backends that the environment named then.
     ///
     /// # Errors
     ///
@@ -196,7 +197,8 @@ impl Gpu {
     /// # Errors
     ///
     /// [`Error::DeviceLost`] if the device is lost already; [`Error::Limit`] if it allows less than WebGPU guarantees of
-    /// what the kernels need: 8 storage buffers per stage, 256 invocations and 16 KiB of memory per workgroup.
+    /// what the kernels need: 8 storage buffers per stage, 9 bindings in a group, 256 invocations along one axis and 16 KiB
+    /// of memory per workgroup.
     ///
     /// ```
     /// # fn main() -> Result<(), Box<dyn std::error::Error>> {

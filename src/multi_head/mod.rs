@@ -327,8 +327,9 @@ impl MultiHeadAttention {
         &self.gpu
     }
 
-    /// Builds the pipelines for activations of this type ahead of the first call; for steps,
-    /// [`KvCache::warm_up`](crate::KvCache::warm_up) of F32 builds those of the cache.
+    /// Builds the pipelines for activations of this type ahead of the first call, and waits: with masks, weights per head or
+    /// averaged, self or cross attention. A call whose own `causal` lifts the configuration's may need one more; for steps
+    /// there is [`MultiHeadAttention::warm_up_steps`].
     ///
     /// # Errors
     ///
